@@ -1,0 +1,1 @@
+"""The ComfyUI side: everything that knows the host lives in this folder."""

@@ -1,0 +1,1 @@
+"""How a ComfyUI is found, installed and started. Standard library only: it runs before any environment exists."""
