@@ -1,0 +1,160 @@
+"""What a later run needs to continue a video: frozen, on the CPU, and saved as one safetensors file.
+
+Exact mode parks the window's keys and values, so the continuation is bit-equal to an uninterrupted run. Light mode leaves them out; they are rebuilt by clean
+passes, which is close but not bit-equal once chunks have left the window (the old chunks saw frames that are gone).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import Recipe
+from .sampler import LoopOptions, Video
+from .window import Window
+
+FORMAT = "longlive-stream-state"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """Which model and picture a state belongs to. ``weights`` names checkpoint and patches; empty when the host could not tell."""
+
+    channels: int
+    width: int
+    layers: int
+    batch: int
+    height: int  # latent rows
+    columns: int  # latent columns
+    weights: str = ""
+
+    def mismatch(self, other: ModelSignature) -> str | None:
+        """None when a state with this signature can continue on ``other``, else a sentence saying what differs."""
+        names = {
+            "channels": "latent channels",
+            "width": "model width",
+            "layers": "layers",
+            "batch": "batch size",
+            "height": "latent rows",
+            "columns": "latent columns",
+        }
+        different = [
+            f"{label} {getattr(self, name)} in the state, {getattr(other, name)} now" for name, label in names.items() if getattr(self, name) != getattr(other, name)
+        ]
+        return None if not different else "the state belongs to another model or size: " + "; ".join(different)
+
+
+@dataclass(frozen=True)
+class LongLiveState:
+    """A video that can go on. ``latents`` (B, C, T, H, W) float32, normalised; ``parked`` maps ``<branch>.keys.<layer>`` to tensors, or is None (light).
+
+    Never changed in place: a run copies what it needs.
+    """
+
+    signature: ModelSignature
+    recipe: Recipe
+    options: LoopOptions
+    latents: Tensor
+    chunk_lengths: tuple[int, ...]
+    offsets: tuple[float, ...]
+    shot: int
+    window: dict
+    seed: int
+    report: dict = field(default_factory=dict)
+    parked: dict[str, Tensor] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        return self.parked is not None
+
+    @property
+    def num_frames(self) -> int:
+        """Latent frames made so far."""
+        return self.latents.shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held."""
+        return sum(t.numel() * t.element_size() for t in (self.latents, *(self.parked or {}).values()))
+
+    def to_video(self) -> Video:
+        """A fresh, independent video to continue."""
+        snapshot = dict(self.window)
+        snapshot["order"] = list(snapshot["order"])
+        snapshot["frame_in"] = {int(slot): frame for slot, frame in snapshot["frame_in"].items()}
+        return Video(
+            window=Window(**snapshot),
+            latents=[chunk.clone() for chunk in self.latents.split(list(self.chunk_lengths), dim=2)],
+            offsets=list(self.offsets),
+            shot=self.shot,
+            next_chunk=len(self.chunk_lengths),
+        )
+
+
+def snapshot(
+    video: Video, signature: ModelSignature, recipe: Recipe, options: LoopOptions, seed: int, report: dict, parked: dict[str, Tensor] | None
+) -> LongLiveState:
+    """Freeze ``video`` as a state; ``parked`` are the window's keys and values, already on the CPU, or None for light mode."""
+    return LongLiveState(
+        signature=signature,
+        recipe=recipe,
+        options=options,
+        latents=torch.cat(video.latents, dim=2),
+        chunk_lengths=tuple(chunk.shape[2] for chunk in video.latents),
+        offsets=tuple(video.offsets),
+        shot=video.shot,
+        window=asdict(video.window),
+        seed=seed,
+        report=report,
+        parked=parked,
+    )
+
+
+def save_state(state: LongLiveState, path: Path) -> None:
+    """Write ``state`` to one safetensors file; the file appears under its name only when it is complete."""
+    from safetensors.torch import save_file
+
+    tensors = {"latents": state.latents.contiguous()}
+    tensors |= {f"kv.{name}": tensor.contiguous() for name, tensor in (state.parked or {}).items()}
+    header = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("latents", "parked")}
+    header |= {name: asdict(getattr(state, name)) for name in ("signature", "recipe", "options")}
+    part = path.with_name(path.name + ".part")
+    save_file(tensors, part, metadata={"format": FORMAT, "version": str(VERSION), "state": json.dumps(header)})
+    part.replace(path)
+
+
+def load_state(path: Path) -> LongLiveState:
+    """Read what ``save_state`` wrote. Raises ValueError, in words, for any other file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"{path.name} is a safetensors file but not a saved LongLive state; choose a file written by Save LongLive State")
+            if metadata.get("version") != str(VERSION):
+                raise ValueError(f"{path.name} has state version {metadata.get('version')}, this package reads version {VERSION}; sample the video again")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path.name} cannot be read as a saved LongLive state ({error}); choose a file written by Save LongLive State") from error
+    header = json.loads(metadata["state"])
+    parked = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("kv.")}
+    recipe = header["recipe"] | {"notes": tuple(header["recipe"]["notes"])}
+    return LongLiveState(
+        signature=ModelSignature(**header["signature"]),
+        recipe=Recipe(**recipe),
+        options=LoopOptions(**header["options"]),
+        latents=tensors["latents"],
+        chunk_lengths=tuple(header["chunk_lengths"]),
+        offsets=tuple(header["offsets"]),
+        shot=header["shot"],
+        window=header["window"],
+        seed=header["seed"],
+        report=header["report"],
+        parked=parked or None,
+    )

@@ -1,0 +1,176 @@
+"""Runs reference cases through the same loader and sampler code that the nodes use and compares the latents.
+
+    python tests/parity.py DIR [DIR ...]
+
+Each folder holds ``model.safetensors`` and one safetensors file per case (settings in the metadata, noise, prompts and expected latents as tensors). Prints
+one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU. ComfyUI is found as the
+tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+LIMIT = 1e-5
+
+
+def _bootstrap() -> None:
+    """Register the checkout as ``longlive`` and put ComfyUI on the path, as the tests do."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import conftest
+
+    sys.path.remove(str(Path(__file__).resolve().parent))
+    if conftest.COMFYUI is None:
+        sys.exit("no ComfyUI found: set COMFYUI_PATH to a ComfyUI folder, or run `python run.py test` once to install one")
+
+
+def _read(path: Path) -> tuple[dict, dict]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+
+
+def _setting(settings: dict, name: str, default: object) -> object:
+    """A metadata value; metadata holds Python literals as text."""
+    value = settings.get(name)
+    if value is None or value == "None":
+        return default
+    if isinstance(default, bool):
+        return value == "True"
+    return type(default)(float(value)) if isinstance(default, int) else type(default)(value)
+
+
+def run_case(model: object, path: Path) -> float:
+    """Worst relative L2 error over chunks of one case."""
+    import torch
+    from longlive.accel.noise import GivenNoise
+    from longlive.accel.presets import LONGLIVE_1, LONGLIVE_2
+    from longlive.accel.sampler import ChunkPlan, LoopOptions
+    from longlive.nodes.sampling import SamplingRequest, sample_video
+
+    tensors, settings = _read(path)
+    is_first = "renoise" in tensors or "switch_frames" in settings
+    base = LONGLIVE_1 if is_first else LONGLIVE_2
+    length = _setting(settings, "frames_per_chunk", base.chunk_frames)
+    recipe = replace(
+        base,
+        chunk_frames=length,
+        window_frames=_setting(settings, "window_frames", base.window_frames),
+        sink_frames=_setting(settings, "sink_frames", base.sink_frames),
+        steps=_setting(settings, "steps", base.steps),
+        shift=_setting(settings, "shift", base.shift),
+        shot_pin=_setting(settings, "multi_shot_sink", False),
+        shot_rope_offset=_setting(settings, "multi_shot_rope_offset", 0.0),
+    )
+    options = LoopOptions(
+        clean_recache=_setting(settings, "shot_clean_recache", False),
+        relative_rope=_setting(settings, "relative_rope", False),
+        time_scale=_setting(settings, "t_scale", 1.0),
+        keep_sink=_setting(settings, "global_sink", True),
+    )
+    noise, expected = tensors["noise"].transpose(1, 2), tensors["latents"].transpose(1, 2)
+    batch, channels, _, height, width = noise.shape
+    given = tensors.get("initial_latent")
+    is_image = given is not None and _setting(settings, "independent_first_frame", False)
+    prefix = given.shape[1] // length if given is not None and not is_image else 0
+    chunks = noise.shape[2] // length
+
+    plans, entries = _prompts(tensors, settings, chunks, length, batch, is_first)
+    positive = [[rows, {}] for rows in entries]
+    cfg = _setting(settings, "guidance_scale", 1.0)
+    negative = None
+    if cfg != 1.0:
+        negative = [[_padded(tensors["negative_embeds"]), {}]]
+
+    process_out = model.model.process_latent_out
+    latent = {"samples": torch.zeros(noise.shape)}
+    if is_image:
+        count = given.shape[1]
+        latent["samples"][:, :, :count] = process_out(given.transpose(1, 2).float())
+        latent["noise_mask"] = torch.ones(batch, 1, noise.shape[2], height, width)
+        latent["noise_mask"][:, :, :count] = 0
+    renoise = tensors.get("renoise")
+    if renoise is not None:  # [chunk, step, (batch,) frame, channel, height, width] -> (chunk, step, B, C, f, H, W)
+        renoise = renoise.unsqueeze(2) if renoise.ndim == 6 else renoise
+        renoise = renoise.transpose(3, 4)
+    source = GivenNoise(noise.float(), length, prefix, None if renoise is None else renoise.float())
+    extend = {"samples": process_out(given.transpose(1, 2).float())} if prefix else None
+    plans = [ChunkPlan(index, cut, switch) for index, cut, switch in plans]
+    request = SamplingRequest(recipe, options, cfg=cfg, kv_dtype=torch.float32, park="none")
+    result = sample_video(model, positive, negative, latent, request, extend=extend, noise=source, plans=plans)
+    got = model.model.process_latent_in(result.latent["samples"].float())
+    if got.shape != expected.shape:
+        raise AssertionError(f"latents {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    errors = [((g - e).norm() / e.norm()).item() for g, e in zip(got.double().split(length, 2), expected.double().split(length, 2), strict=True)]
+    return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+def _padded(rows: object) -> object:
+    import torch
+
+    return torch.nn.functional.pad(rows.float(), (0, 0, 0, 512 - rows.shape[1]))
+
+
+def _prompts(tensors: dict, settings: dict, chunks: int, length: int, batch: int, is_first: bool) -> tuple[list, list]:
+    """Per chunk (entry, is_cut, is_switch), and the entries' text rows."""
+    embeds = _padded(tensors["prompt_embeds"])
+    if is_first:
+        switches = json.loads(settings.get("switch_frames", "[]"))
+        segments = len(switches) + 1
+        per_segment = embeds.shape[0] // segments if embeds.shape[0] % segments == 0 else 1
+        entries = [embeds[i * per_segment : (i + 1) * per_segment] for i in range(segments)]
+        plans, segment = [], 0
+        for chunk in range(chunks):
+            switched = False
+            while segment < len(switches) and chunk * length >= switches[segment]:
+                segment, switched = segment + 1, True
+            plans.append((segment, False, switched))
+        return plans, entries
+    index = tensors["prompt_index"]
+    index = index.reshape(-1, index.shape[-1])  # (batch or 1, chunks)
+    texts = json.loads(settings["prompts"])
+    texts = texts[0] if texts and isinstance(texts[0], list) else texts
+    entries, numbers, plans = [], {}, []
+    for chunk in range(chunks):
+        key = tuple(index[:, chunk].tolist())
+        if key not in numbers:
+            numbers[key] = len(entries)
+            entries.append(embeds[list(key)])
+        cut = chunk > 0 and texts[chunk].startswith("The scene transitions. ")
+        plans.append((numbers[key], cut, False))
+    return plans, entries
+
+
+def main(folders: list[str]) -> int:
+    if not folders:
+        print(__doc__)
+        return 2
+    _bootstrap()
+    import torch
+    from longlive.nodes.loader import load_longlive
+
+    failed = total = 0
+    with torch.inference_mode():
+        for folder in map(Path, folders):
+            model, _ = load_longlive(folder / "model.safetensors", weight_dtype=torch.float32)
+            for path in sorted(folder.glob("*.safetensors")):
+                if path.name == "model.safetensors":
+                    continue
+                total += 1
+                try:
+                    error = run_case(model, path)
+                    verdict = "pass" if error <= LIMIT else "FAIL"
+                except Exception as problem:
+                    error, verdict = float("nan"), f"FAIL ({type(problem).__name__}: {problem})"
+                failed += verdict != "pass"
+                print(f"{folder.name}/{path.stem}: {error:.2e} {verdict}", flush=True)
+    print(f"{total - failed} passed, {failed} failed")
+    return 1 if failed or not total else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
