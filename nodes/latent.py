@@ -71,7 +71,7 @@ def describe(plan: LatentPlan, width: int, height: int, asked: str, pixel_frames
     ]
     if sampled > count:
         kept = geometry.pixel_frames_of(count)
-        lines.append(f"chunks are whole: {sampled - count} latents more are sampled than asked, VAE Stream Decode keeps {count} latents = {_frames(kept)}")
+        lines.append(f"chunks are whole: {sampled} latents are sampled, VAE Stream Decode keeps {count} = {_frames(kept)}")
     lines.append(
         f"{width}x{height}: {tokens} tokens a latent frame, {tokens * chunk_frames} a chunk; "
         f"the window of {plan.recipe.window_frames} latent frames holds {cache / 1e9:.2f} GB of keys and values in bfloat16"

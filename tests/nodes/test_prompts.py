@@ -7,8 +7,7 @@ import pytest
 import torch
 from longlive.accel.timeline import CUT_PREFIX, Timeline, schedule
 from longlive.nodes.node_text import show_text
-from longlive.nodes.prompts import LongLivePromptTimeline, prompt_entries
-from longlive.tests.nodes.tiny_wan import tiny_wan
+from longlive.nodes.prompts import LongLivePromptTimeline
 
 
 class FakeClip:
@@ -52,7 +51,7 @@ def test_each_distinct_prompt_is_encoded_once():
 def test_every_scheduled_number_has_an_entry():
     conditioning, _ = run("A. || B.\n0:02 cut C. || B.\n0:05 switch A. || D.")
     timeline = conditioning[0][1]["longlive_timeline"]
-    entries = prompt_entries(conditioning)
+    entries = {options["longlive_id"] for _, options in conditioning}
     for chunk in schedule(timeline, 8, 8, 24):
         assert len(chunk.prompts) == 2
         assert all(number in entries for number in chunk.prompts)
@@ -119,32 +118,6 @@ def test_a_missing_or_scheduled_clip_is_refused():
         LongLivePromptTimeline.execute(None, "A.", "LongLive 2.0")
     with pytest.raises(ValueError, match="2 encodings of one prompt"):
         run("A.", FakeClip(entries=2))
-
-
-def test_a_plain_ksampler_uses_the_first_prompt_alone():
-    import comfy.sample
-
-    conditioning, _ = run("A fox.\n0:05 cut A den.")
-    model = tiny_wan(48)
-    noise = torch.randn((1, 48, 2, 4, 4), generator=torch.Generator().manual_seed(1))
-
-    def sample(positive):
-        return comfy.sample.sample(model, noise, 2, 1.0, "euler", "simple", positive, positive, torch.zeros_like(noise), disable_pbar=True)
-
-    first = sample(conditioning[:1])
-    assert first.std() > 0
-    assert torch.equal(sample(conditioning), first)
-    # Without the mark both prompts would be mixed.
-    mixed = sample(list(prompt_entries(conditioning).values()))
-    assert (mixed - first).abs().max() > 1e-5
-
-
-def test_prompt_entries_are_active_and_leave_the_original_alone():
-    conditioning, _ = run("A fox.\n0:05 cut A den.")
-    entries = prompt_entries([*conditioning, [torch.zeros(1), {"other": 1}]])
-    assert sorted(entries) == [0, 1, 2]
-    assert all("start_percent" not in options for _, options in entries.values())
-    assert conditioning[1][1]["start_percent"] == 1.0
 
 
 def test_text_goes_to_the_node_of_a_running_server(monkeypatch):
