@@ -102,7 +102,9 @@ class LongLivePromptTimeline(io.ComfyNode):
                     tooltip="Frames per second for the times shown here; 0 takes the model's (24 or 16).",
                 ),
             ],
-            outputs=[io.Conditioning.Output(tooltip="One entry per distinct prompt, with its timing, for the Chunked Sampler. A plain KSampler mixes all of them.")],
+            outputs=[
+                io.Conditioning.Output(tooltip="One entry per distinct prompt, with its timing, for the Chunked Sampler. A plain KSampler mixes all of them.")
+            ],
             hidden=[io.Hidden.unique_id],
         )
 

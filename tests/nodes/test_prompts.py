@@ -1,13 +1,18 @@
 """The Prompt Timeline node: one encoding per distinct prompt, the timing beside it, what it shows, and what a plain KSampler makes of it."""
 
+import dataclasses
 import sys
 import types
 
 import pytest
 import torch
+from longlive.accel.presets import LONGLIVE_2
+from longlive.accel.sampler import ChunkPlan
 from longlive.accel.timeline import CUT_PREFIX, Timeline, schedule
 from longlive.nodes.node_text import show_text
 from longlive.nodes.prompts import LongLivePromptTimeline
+from longlive.nodes.sampling import SamplingRequest, sample_video
+from longlive.tests.nodes.tiny_wan import tiny_wan
 
 
 class FakeClip:
@@ -118,6 +123,25 @@ def test_a_missing_or_scheduled_clip_is_refused():
         LongLivePromptTimeline.execute(None, "A.", "LongLive 2.0")
     with pytest.raises(ValueError, match="2 encodings of one prompt"):
         run("A.", FakeClip(entries=2))
+
+
+def test_the_chunked_sampler_gives_each_chunk_its_prompt():
+    conditioning, _ = run("A fox.\n0:00.2 switch A den.\n0:00.5 cut A lake.")
+    recipe = dataclasses.replace(LONGLIVE_2, chunk_frames=2, window_frames=8, sink_frames=2, steps=2)
+    model = tiny_wan(48)
+    latent = {"samples": torch.zeros(1, 48, 8, 4, 4)}
+    request = SamplingRequest(recipe)
+    # The same conditions without any timing, their order spelled out: chunks of 2 latents begin at frames 0, 5, 13 and 21.
+    plain = [[tensor, {}] for tensor, _ in conditioning]
+    plans = [ChunkPlan(0), ChunkPlan(1, is_switch=True), ChunkPlan(3, is_cut=True), ChunkPlan(2)]
+    in_order = [plain[0], plain[1], plain[3], plain[2]]
+    expected = sample_video(model, in_order, None, latent, request, plans=plans).latent["samples"]
+    result = sample_video(model, conditioning, None, latent, request).latent["samples"]
+    assert torch.equal(result, expected)
+    # The prompts matter at all: with the first one throughout, chunk 0 stays and chunk 1 changes.
+    single = sample_video(model, plain[:1], None, latent, request).latent["samples"]
+    assert torch.equal(single[:, :, :2], result[:, :, :2])
+    assert (single[:, :, 2:4] - result[:, :, 2:4]).abs().max() > 1e-4
 
 
 def test_text_goes_to_the_node_of_a_running_server(monkeypatch):
