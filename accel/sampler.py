@@ -18,7 +18,7 @@ from .forward import ChunkCall, Memo
 from .kv_cache import KVCache
 from .noise import NoiseSource
 from .solver import FlowUniPC, network_timestep, renoise, renoise_sigmas, unipc_sigmas
-from .window import Placement, Window
+from .window import EMPTY, Placement, Window
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,8 @@ class ChunkLoop:
         window = self.video.window
         groups: list[list[int]] = []
         for frame in window.frames()[keep:]:
+            if frame == EMPTY:
+                continue
             if groups and frame == groups[-1][-1] + 1 and frame % self.recipe.chunk_frames:
                 groups[-1].append(frame)
             else:

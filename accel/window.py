@@ -19,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+EMPTY = -1  # in place of a frame number: a slot of zeros that is attended all the same
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where one forward's frames go and what it attends to.
@@ -117,10 +120,15 @@ class Window:
         self.pin_length = min(self.sink, length)
 
     def forget_history(self, start: int) -> None:
-        """Keep the global sink only, so that the chunk at ``start`` is cached again right behind it (2.0's ``shot_clean_recache``)."""
+        """Keep the global sink only, so that the chunk at ``start`` is cached again right behind it (2.0's ``shot_clean_recache``).
+
+        A cut before the sink is full leaves the sink as it stands, like upstream: what the cut chunk's last denoising step wrote there stays, and slots that
+        nothing was ever written to (frame ``EMPTY``) count as part of it.
+        """
         for slot in self.order[self.global_sink :]:
             del self.frame_in[slot]
         del self.order[self.global_sink :]
+        self._append([EMPTY] * (self.global_sink - len(self.order)))
         self.end = start
         self.pin_start, self.pin_length = -1, 0
 
