@@ -216,7 +216,9 @@ def _block(
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.unsqueeze(3).unbind(2)  # each (1, f or 1, 1, D)
 
     options["longlive"] = {"kind": "self", "layer": layer, **tag}
-    attended = _self_attention(block.self_attn, layer, _modulate(block.norm1(x), shift, scale, frames), call, branches, query_rope, key_rope, attention, options, stop)
+    attended = _self_attention(
+        block.self_attn, layer, _modulate(block.norm1(x), shift, scale, frames), call, branches, query_rope, key_rope, attention, options, stop
+    )
     if attended is None:
         return None
     x = _gated(x, attended, gate, frames)
@@ -289,9 +291,7 @@ def _window(cache: KVCache, layer: int, keys: Tensor, values: Tensor, call: Chun
     return past_keys.index_copy(1, index, keys[:, source]), past_values.index_copy(1, index, values[:, source])
 
 
-def _cross_attention(
-    attn: nn.Module, layer: int, x: Tensor, text: _TextKeys, branches: tuple[int, ...], attention: Attention, options: dict
-) -> Tensor:
+def _cross_attention(attn: nn.Module, layer: int, x: Tensor, text: _TextKeys, branches: tuple[int, ...], attention: Attention, options: dict) -> Tensor:
     queries = attn.norm_q(attn.q(x))
     out = []
     for q, part in zip(queries.chunk(len(branches)), text.parts, strict=True):

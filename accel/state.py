@@ -7,7 +7,7 @@ passes, which is close but not bit-equal once chunks have left the window (the o
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -43,10 +43,9 @@ class ModelSignature:
             "height": "latent rows",
             "columns": "latent columns",
         }
-        different = [
-            f"{label} {getattr(self, name)} in the state, {getattr(other, name)} now" for name, label in names.items() if getattr(self, name) != getattr(other, name)
-        ]
-        return None if not different else "the state belongs to another model or size: " + "; ".join(different)
+        pairs = [(label, getattr(self, name), getattr(other, name)) for name, label in names.items()]
+        different = [f"{label} {old} in the state, {new} now" for label, old, new in pairs if old != new]
+        return "the state belongs to another model or size: " + "; ".join(different) if different else None
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,10 @@ class LongLiveState:
     def num_bytes(self) -> int:
         """Host memory held."""
         return sum(t.numel() * t.element_size() for t in (self.latents, *(self.parked or {}).values()))
+
+    def light(self) -> LongLiveState:
+        """The same state without keys and values."""
+        return replace(self, parked=None)
 
     def to_video(self) -> Video:
         """A fresh, independent video to continue."""

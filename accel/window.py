@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
 EMPTY = -1  # in place of a frame number: a slot of zeros that is attended all the same
 
 

@@ -475,9 +475,7 @@ def _fingerprint(dit: torch.nn.Module) -> str:
     return hashlib.blake2b(weight.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _clamps(
-    model: comfy.model_patcher.ModelPatcher, samples: Tensor, mask: Tensor, chunk_frames: int, num_chunks: int, first_chunk: int
-) -> dict[int, Clamp]:
+def _clamps(model: comfy.model_patcher.ModelPatcher, samples: Tensor, mask: Tensor, chunk_frames: int, num_chunks: int, first_chunk: int) -> dict[int, Clamp]:
     """Slice start image and mask per chunk; only chunks that hold given parts get an entry."""
     mask = comfy.sampler_helpers.prepare_mask(mask, samples.shape, "cpu")[:, :1].to(torch.float32)
     if bool((mask == 1).all()):
