@@ -1,5 +1,7 @@
 """Timeline text, snapping and the prompt of every chunk, against counting by hand and a slow search."""
 
+from random import Random
+
 import pytest
 from longlive.accel.timeline import CUT_PREFIX, ChunkPrompt, clean, format_time, parse, schedule, snap, snapped_text
 
@@ -264,3 +266,26 @@ def test_clean_follows_upstream():
 @pytest.mark.parametrize("seconds, written", [(0, "0:00"), (5.25, "0:05.25"), (65.5, "1:05.5"), (59.999, "1:00"), (3602, "1:00:02"), (125 / 24, "0:05.21")])
 def test_format_time(seconds, written):
     assert format_time(seconds) == written
+
+
+def test_any_text_is_either_read_or_refused_in_words():
+    times = ["0:00", "0:05", "1:02:03.5", "0:5", "-0:01", "[0:09]"]
+    pieces = [*times, "[", "]", "cut", "Cut", "switch:", "[fade]", "||", "#", "\n", "\n", "A fox", "16:9", "- ", ":", " "]
+    random = Random(0)
+    read = 0
+    for _ in range(4000):
+        text = " ".join(random.choice(pieces) for _ in range(random.randrange(1, 14)))
+        try:
+            timeline = parse(text)
+        except ValueError as error:
+            assert len(str(error).split()) > 4
+            continue
+        read += 1
+        times = [event.start_seconds for event in timeline.events]
+        assert times == sorted(set(times)) and times[0] == 0
+        assert all(timeline.texts) and len(set(timeline.texts)) == len(timeline.texts)
+        used = {number for event in timeline.events for number in (*event.prompts, *event.first_prompts)}
+        assert used == set(range(len(timeline.texts)))
+        assert {len(event.prompts) for event in timeline.events} == {timeline.rows}
+        assert len(schedule(timeline, 5, 3, 16)) == 5
+    assert read > 500
