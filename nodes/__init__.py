@@ -2,7 +2,9 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-NODES: list[type[io.ComfyNode]] = []
+from . import accelerate, latent, prompts, sampler, state
+
+NODES: list[type[io.ComfyNode]] = [*accelerate.NODES, *prompts.NODES, *latent.NODES, *sampler.NODES, *state.NODES]
 
 
 class LongLiveExtension(ComfyExtension):

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from longlive.tests.browser import frontend
 from longlive.tests.host import locate, server, stand_in
 from longlive.tests.host.install import Installer
 from longlive.tests.host.locate import HostError
@@ -127,3 +128,18 @@ def test_with_stand_ins_changes_loaders_and_size_alone():
     assert small["4"]["inputs"] == {"width": stand_in.WIDTH, "height": stand_in.HEIGHT, "steps": 4, "model": ["1", 0], "on": True}
     assert small["3"]["inputs"]["model"] == "LongLive 2.0"
     assert workflow["4"]["inputs"]["width"] == 1280
+
+
+def test_find_browser_takes_the_named_program_else_what_is_installed(tmp_path):
+    program = tmp_path / "my-browser"
+    program.touch()
+    assert frontend.find_browser({"LONGLIVE_BROWSER": str(program)}) == str(program)
+    assert frontend.find_browser({}, which=lambda name: "/there/chromium" if name == "chromium" else None) == "/there/chromium"
+
+
+def test_find_browser_says_how_to_get_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(frontend, "PLACES", ())
+    with pytest.raises(frontend.BrowserError, match="apt-get install.*LONGLIVE_BROWSER"):
+        frontend.find_browser({}, which=lambda name: None)
+    with pytest.raises(frontend.BrowserError, match="nowhere, which is not a file"):
+        frontend.find_browser({"LONGLIVE_BROWSER": str(tmp_path / "nowhere")})

@@ -1,0 +1,150 @@
+"""Makes workflows/*.json and their thumbnails from workflows/api/*.json through the real frontend, and the pictures of the nodes for the help pages.
+
+The API files are the source. Run it after changing one, or after a node gained an input:
+
+    python tests/browser/make_workflows.py [name ...]
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser.frontend import Frontend  # noqa: E402
+from host.install import Installer  # noqa: E402
+from host.locate import Host, find_existing  # noqa: E402
+from host.server import Client, Server  # noqa: E402
+
+# Where a user gets the files that the loaders name: the frontend offers them for download. The folder is core's.
+WAN_22 = "https://huggingface.co/Comfy-Org/Wan_2.2_ComfyUI_Repackaged/resolve/main/split_files"
+WAN_21 = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/resolve/main/split_files"
+SOURCES = {
+    "umt5_xxl_fp8_e4m3fn_scaled.safetensors": (f"{WAN_21}/text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders"),
+    "umt5_xxl_fp16.safetensors": (f"{WAN_21}/text_encoders/umt5_xxl_fp16.safetensors", "text_encoders"),
+    "model_bf16.pt": ("https://huggingface.co/Efficient-Large-Model/LongLive-2.0-5B/resolve/main/model_bf16.pt", "diffusion_models"),
+    "longlive_base.pt": ("https://huggingface.co/Efficient-Large-Model/LongLive-1.3B/resolve/main/models/longlive_base.pt", "diffusion_models"),
+    "wan2.2_vae.safetensors": (f"{WAN_22}/vae/wan2.2_vae.safetensors", "vae"),
+    "wan_2.1_vae.safetensors": (f"{WAN_21}/vae/wan_2.1_vae.safetensors", "vae"),
+}
+VIEWPORT = {"width": 1700, "height": 1000}
+# The part of the page without menus: left, top, right and bottom edge in pixels.
+CLEAR = (80, 90, 1680, 980)
+# Shows the rectangle [x, y, width, height] of the graph as large as fits into CLEAR, at most at `limit`; returns the page rectangle it then covers.
+SHOW = """([rectangle, clear, limit]) => {
+    const [x, y, width, height] = rectangle;
+    const scale = Math.min((clear[2] - clear[0]) / width, (clear[3] - clear[1]) / height, limit);
+    const canvas = document.querySelector('#graph-canvas').getBoundingClientRect();
+    app.canvas.ds.scale = scale;
+    app.canvas.ds.offset = [(clear[0] - canvas.x) / scale - x, (clear[1] - canvas.y) / scale - y];
+    app.canvas.setDirty(true, true);
+    return {x: clear[0], y: clear[1], width: width * scale, height: height * scale};
+}"""
+# The rectangle around all nodes with their title bars and name badges, and a margin.
+BOUNDS = """() => {
+    const nodes = app.graph.nodes, margin = 24, above = 56;
+    const left = Math.min(...nodes.map(n => n.pos[0])) - margin, top = Math.min(...nodes.map(n => n.pos[1])) - above - margin;
+    const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0])) + margin, bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1])) + margin;
+    return [left, top, right - left, bottom - top];
+}"""
+
+
+def main(names: list[str]) -> None:
+    installer = Installer(ROOT / ".comfy", lambda text: sys.stdout.write(text + "\n"))
+    host = find_existing() or installer.comfyui()
+    tools = installer.test_tools(host.python)
+    if "--inside" not in names:
+        # Playwright is installed for the host's Python, so that is the one to go on in.
+        code = "import runpy, sys; sys.path.append(sys.argv.pop(1)); sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+        raise SystemExit(subprocess.run([str(host.python), "-c", code, str(tools), __file__, "--inside", *names]).returncode)
+    make(host, [name for name in names if name != "--inside"])
+
+
+def make(host: Host, names: list[str]) -> None:
+    """Write the named workflows, or all, and every node's picture."""
+    packs = {"longlive-stream": ROOT, "longlive_stand_in": ROOT / "tests" / "pack" / "longlive_stand_in"}
+    base = ROOT / ".comfy" / "make"
+    # Empty files under the names that the loaders look for: no picture shall show a loader marked as missing its file.
+    for name, (_, folder) in SOURCES.items():
+        (base / "models" / folder).mkdir(parents=True, exist_ok=True)
+        (base / "models" / folder / name).touch()
+    with Server(host, base, packs) as server, Frontend(server.url) as frontend:
+        frontend.page.set_viewport_size(VIEWPORT)
+        for setting in ("Comfy.Graph.CanvasInfo", "Comfy.Graph.CanvasMenu"):
+            frontend.page.evaluate("(setting) => app.extensionManager.setting.set(setting, false)", setting)
+        for api in sorted((ROOT / "workflows" / "api").glob("*.json")):
+            if not names or api.stem in names:
+                make_workflow(frontend, api)
+        if not names:
+            ours = [name for name, info in Client(server.url).get("/object_info").items() if info["python_module"] == "custom_nodes.longlive-stream"]
+            for node in ours:
+                make_picture(frontend, node)
+
+
+def make_workflow(frontend: Frontend, api: Path) -> None:
+    """One API file to its UI twin and thumbnail."""
+    frontend.open_api(json.loads(api.read_text(encoding="utf-8")), api.stem)
+    frontend.fix_seeds()
+    # Inputs that the API file leaves out got their defaults; it shall say so itself.
+    api.write_text(json.dumps(frontend.prompt(), indent=1) + "\n", encoding="utf-8")
+    arrange(frontend)
+    workflow = frontend.workflow()
+    for node in workflow["nodes"]:
+        models = [name for name in node.get("widgets_values", []) if isinstance(name, str) and name in SOURCES]
+        if models:
+            node["properties"]["models"] = [{"name": name, "url": SOURCES[name][0], "directory": SOURCES[name][1]} for name in models]
+    target = ROOT / "workflows" / api.name
+    target.write_text(json.dumps(workflow, indent=1) + "\n", encoding="utf-8")
+    take_picture(frontend, target.with_suffix(".jpg"), 1.0, type="jpeg", quality=80)
+    sys.stdout.write(f"{target.name}: {len(workflow['nodes'])} nodes\n")
+
+
+def arrange(frontend: Frontend) -> None:
+    """Give every node the size its widgets need, then lay them out left to right."""
+    frontend.page.evaluate(
+        """() => {
+        for (const node of app.graph.nodes) {
+            const size = node.computeSize();
+            const long = node.widgets?.some(w => w.options?.multiline || w.type === 'customtext');
+            node.setSize([Math.max(size[0], long ? 420 : 300), long ? Math.max(size[1], 260) : size[1]]);
+        }
+        app.graph.arrange(60);
+        app.graph.setDirtyCanvas(true, true);
+    }"""
+    )
+    frontend.page.wait_for_timeout(300)
+
+
+def make_picture(frontend: Frontend, node: str) -> None:
+    """One node alone, as nodes/web/docs/img/<node>.png, which its help page shows."""
+    frontend.page.evaluate(
+        """(type) => {
+        app.graph.clear();
+        const node = LiteGraph.createNode(type);
+        node.pos = [0, 0];
+        app.graph.add(node);
+        const long = node.widgets?.some(w => w.options?.multiline || w.type === 'customtext');
+        node.setSize([Math.max(node.computeSize()[0], 360), Math.max(node.computeSize()[1], node.size[1]) + (long ? 60 : 0)]);
+    }""",
+        node,
+    )
+    target = ROOT / "nodes" / "web" / "docs" / "img" / f"{node}.png"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    take_picture(frontend, target, 1.0)
+    sys.stdout.write(f"{target.name}\n")
+
+
+def take_picture(frontend: Frontend, path: Path, limit: float, **options: object) -> None:
+    """A picture of the whole graph, text boxes included, without the menus around it."""
+    clip = frontend.page.evaluate(SHOW, [frontend.page.evaluate(BOUNDS), CLEAR, limit])
+    frontend.page.mouse.move(1690, 600)
+    frontend.page.wait_for_timeout(700)
+    frontend.page.screenshot(path=str(path), clip=clip, **options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
