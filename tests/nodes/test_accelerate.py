@@ -17,6 +17,7 @@ from longlive.accel.plan import HOST, AttentionRequest
 from longlive.kernels import dispatch
 from longlive.kernels.dispatch import names
 from longlive.nodes.accelerate import KEY, LongLiveAttentionAccelerator, accelerate, nominal_problem
+from longlive.nodes.sampler import LongLiveChunkedSampler
 from longlive.tests.nodes.tiny_wan import tiny_wan
 
 LAYERS, STEPS = 2, 2
@@ -152,6 +153,52 @@ def test_options_of_core_that_cannot_be_honoured_are_passed_on(wan):
     }
     assert report["counts"]["accelerated"] == 1
     assert report["effective"] == f"{HOST}, torch"
+
+
+def sample_chunks(model, seed=4):
+    """The Chunked Sampler on three chunks of 2 latent frames with a window of 4: the second and third look back."""
+    generator = torch.Generator().manual_seed(9)
+    latent = {"samples": torch.zeros(1, 48, 6, 4, 4)}
+    positive = [[torch.randn(1, 7, 4096, generator=generator), {}]]
+    output = LongLiveChunkedSampler.execute(model, positive, latent, seed=seed, steps=STEPS, chunk=2, window=4, sink=2, keep_state="none")
+    return output.args[0]
+
+
+def test_longlive_chunks_look_back_through_the_accelerator(wan, sent):
+    expected = sample_chunks(wan)
+    model, accelerator = accelerated(wan, node_id="17")
+    latent = sample_chunks(model)
+    torch.testing.assert_close(latent["samples"], expected["samples"], rtol=1e-4, atol=1e-4)
+    counts = accelerator.report()["counts"]
+    assert counts["accelerated"] == counts["calls"] and counts["plain"] == 0
+    # Each chunk is denoised in 2 steps and then passed clean, where the last layer only writes its keys and values.
+    full = 3 * STEPS * LAYERS
+    clean = 3 * (LAYERS - 1)
+    assert counts["self"] == counts["cross"] == full + clean
+    assert counts["cached"] == (full + clean) * 2 // 3
+    assert counts["shapes"] == {
+        "1x2x8x16x128 float32": (full + clean) * 2 // 3,
+        "1x2x8x8x128 float32": (full + clean) // 3,
+        "1x2x8x512x128 float32": full + clean,  # prompts are padded to the length the model was trained on
+    }
+    before, after = (text for text, node in sent if node == "17")
+    assert "calls: " not in before and f"cached: {counts['cached']}\n" in after
+    assert latent["longlive"]["report"]["attention"]["counts"] == counts
+    assert expected["longlive"]["report"]["attention"] is None
+
+
+def test_off_is_bit_equal_under_the_chunked_sampler(wan):
+    model, accelerator = accelerated(wan, "off")
+    assert torch.equal(sample_chunks(model)["samples"], sample_chunks(wan)["samples"])
+    assert accelerator.report()["counts"]["cached"] > 0
+
+
+def test_the_chunked_sampler_puts_the_override_back_too(wan):
+    model, accelerator = accelerated(wan)
+    model = model.clone()
+    usurper = model.model_options["transformer_options"][SLOT] = counting()
+    sample_chunks(model)
+    assert usurper.number == 0 and accelerator.report()["counts"]["cached"] > 0
 
 
 def counting(previous=None):
