@@ -91,6 +91,22 @@ class MergeProbe:
         return self.noise < 0.125
 
 
+@dataclass(frozen=True)
+class AdaptedWeights:
+    """The weights of a checkpoint with an adapter, if any, merged into them as they are asked for."""
+
+    checkpoint: Checkpoint
+    adapter: Adapter | None = None
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return one weight in ``dtype`` (None: as stored), mapped from the file where nothing has to be changed about it."""
+        weight = self.checkpoint.tensor(name)
+        dtype = dtype or weight.dtype
+        if self.adapter is not None and name in self.adapter.layers:
+            return merge(weight, self.adapter.layers[name], dtype)
+        return weight.to(dtype)
+
+
 def read_adapter(path: str | Path, checkpoint: Checkpoint, *, safetensors_reader: Reader | None = None) -> Adapter:
     """Open an adapter and match its names to the weights of ``checkpoint``.
 
