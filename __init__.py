@@ -10,6 +10,6 @@ if __package__:
 
 async def comfy_entrypoint():
     """Called by ComfyUI once the package is imported; the nodes are imported only now."""
-    from .nodes import LongLiveExtension
+    from .nodes.extension import LongLiveExtension
 
     return LongLiveExtension()

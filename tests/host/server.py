@@ -185,6 +185,21 @@ class Client:
             details = json.loads(error.read() or b"null")
             raise QueueError(f"the server refused the workflow: {json.dumps(details)}", details) from None
 
+    def with_defaults(self, workflow: Mapping[str, dict]) -> dict[str, dict]:
+        """The workflow with every widget it leaves out at its default, as a node dragged onto the canvas has it."""
+        known = self.get("/object_info")
+        full = {}
+        for node_id, node in workflow.items():
+            inputs = dict(node["inputs"])
+            for name, (kind, *options) in known[node["class_type"]]["input"].get("required", {}).items():
+                options = options[0] if options else {}
+                choices = kind if isinstance(kind, list) else options.get("options")
+                if name not in inputs and ("default" in options or choices):
+                    first = choices[0] if choices else None
+                    inputs[name] = options.get("default", first["key"] if isinstance(first, dict) else first)
+            full[node_id] = {**node, "inputs": inputs}
+        return full
+
     def wait(self, prompt_id: str, seconds: float = 300, alive: Callable[[], None] = lambda: None) -> dict:
         """Poll until the prompt is in the history; return its entry. ``alive`` is called at every poll.
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from longlive.nodes import NODES
+from longlive.nodes.extension import NODES
 
 # Inputs whose options are the files found on this machine.
 FILE_LISTS = {"file"}

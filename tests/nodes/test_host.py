@@ -1,5 +1,7 @@
 """The package refuses a ComfyUI that is too old, in one line that names the version needed."""
 
+import os
+import subprocess
 import sys
 import types
 
@@ -39,3 +41,19 @@ def test_require_comfyui_is_silent_outside_comfyui(monkeypatch):
     monkeypatch.setitem(sys.modules, "comfyui_version", None)
     monkeypatch.delitem(sys.modules, "folder_paths", raising=False)
     host.require_comfyui()
+
+
+def test_import_into_an_older_comfyui_ends_in_one_line(tmp_path, checkout):
+    """The whole way: imported as ComfyUI imports a custom node, under a name made from its path, without torch or ComfyUI behind it."""
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.3.64"\n')
+    code = (
+        "import importlib.util, sys; root = sys.argv[1]; name = root.replace('.', '_x_')\n"
+        "spec = importlib.util.spec_from_file_location(name, root + '/__init__.py')\n"
+        "module = importlib.util.module_from_spec(spec); sys.modules[name] = module; spec.loader.exec_module(module)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code, str(checkout)], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1] == (
+        "ImportError: LongLive Stream needs ComfyUI 0.30.0 or newer, and this ComfyUI is 0.3.64: please update ComfyUI"
+    )

@@ -7,6 +7,7 @@ import re
 import sys
 import zlib
 from pathlib import Path
+from types import ModuleType
 
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
@@ -53,21 +54,14 @@ class StandInDiT(io.ComfyNode):
             part = path.with_suffix(".part")
             torch.save({"generator": {f"model.{name}": value for name, value in state.items()}}, part)
             part.replace(path)
-        return load_with_longlive(path.name)
+        patcher, _report = _beside("LongLiveLoadDiT", "loader").load_longlive(path, name=path.name)
+        return io.NodeOutput(patcher)
 
 
-def load_with_longlive(name: str) -> io.NodeOutput:
-    """Call Load LongLive DiT as the graph would, every input but the file at its default."""
-    node = nodes.NODE_CLASS_MAPPINGS["LongLiveLoadDiT"]
-    defaults = {}
-    for item in node.define_schema().inputs:
-        default = getattr(item, "default", None)
-        if default is None and not getattr(item, "optional", False) and getattr(item, "options", None):
-            default = item.options[0]
-        if default is not None:
-            defaults[item.id] = default
-    file_input = node.define_schema().inputs[0].id
-    return node.execute(**{**defaults, file_input: name})
+def _beside(node_id: str, module: str) -> ModuleType:
+    """A module of the package that defines a node. ComfyUI imports packages under names made from their paths, so it is found through the node."""
+    package = nodes.NODE_CLASS_MAPPINGS[node_id].__module__.rpartition(".")[0]
+    return sys.modules[f"{package}.{module}"]
 
 
 class StandInCLIP(io.ComfyNode):
@@ -192,6 +186,4 @@ def build_vae(channels: int, seed: int) -> comfy.sd.VAE:
     if channels == 16:
         # Core reads the widths of a Wan 2.1 file from its shapes.
         return comfy.sd.VAE(sd=state)
-    decode_node = nodes.NODE_CLASS_MAPPINGS["LongLiveStreamDecode"]
-    package = decode_node.__module__.rpartition(".")[0]
-    return sys.modules[f"{package}.vae_build"].build_vae(state)
+    return _beside("LongLiveStreamDecode", "vae_build").build_vae(state)
