@@ -192,13 +192,13 @@ class LongLiveAttentionAccelerator(io.ComfyNode):
             return f'attention "{attention}" is unknown to this version; it can be {" or ".join(MODES)}'
         if implementation == "auto":
             return True
-        try:
-            AttentionRequest(implementation)
-            if attention != "off":
-                problem = nominal_problem()
-                select("attention", problem, arch_of(comfy.model_management.get_torch_device()), implementation)
-        except (ValueError, NoImplementation) as error:
-            return str(error)
+        if implementation not in names("attention"):
+            return f'implementation "{implementation}" is unknown to this version; it can be {", ".join(("auto", *names("attention")))}'
+        if attention != "off":
+            try:
+                select("attention", nominal_problem(), arch_of(comfy.model_management.get_torch_device()), implementation)
+            except NoImplementation as error:
+                return str(error)
         return True
 
     @classmethod

@@ -419,7 +419,8 @@ def test_validate_inputs():
     validate = LongLiveAttentionAccelerator.validate_inputs
     assert validate() is True and validate("off", "cudnn") is True and validate("auto", "reference") is True
     assert validate("fastest", "auto") == 'attention "fastest" is unknown to this version; it can be auto or off'
-    assert validate("auto", "sage") == f'attention must be one of off, auto, {", ".join(names("attention"))}; got "sage"'
+    assert validate("auto", "sage") == f'implementation "sage" is unknown to this version; it can be auto, {", ".join(names("attention"))}'
+    assert validate("off", "sage").startswith('implementation "sage" is unknown')
     assert "this device is cpu" in validate("auto", "cudnn")
 
 
