@@ -6,7 +6,7 @@ import pytest
 from longlive.nodes.extension import NODES
 
 # Inputs whose options are the files found on this machine.
-FILE_LISTS = {"file"}
+FILE_LISTS = {"file", "dit_name", "adapter"}
 SCHEMAS = {node.GET_SCHEMA().node_id: node.GET_SCHEMA() for node in NODES}
 
 
