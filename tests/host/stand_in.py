@@ -8,29 +8,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 
-# Loader in the shipped workflow: its stand-in, and the inputs that say which release is imitated.
+# Loader in the shipped workflow: its stand-in.
 STAND_INS = {
     "LongLiveLoadDiT": "LongLiveStandInDiT",
     "UNETLoader": "LongLiveStandInDiT",
     "CLIPLoader": "LongLiveStandInCLIP",
     "VAELoader": "LongLiveStandInVAE",
 }
+LATENT_NODES = ("LongLiveEmptyLatent", "Wan22ImageToVideoLatent")
 # Pixels; on the grid of both VAEs (32 for Wan 2.2's 16 times 2 patches, 16 for Wan 2.1's).
 WIDTH, HEIGHT = 96, 64
 
 
 def with_stand_ins(workflow: Mapping[str, dict]) -> dict[str, dict]:
-    """Return a copy of an API workflow with stand-in loaders and a small size. Node ids and links stay."""
+    """Return a copy of an API workflow with stand-in loaders and a small size. Node ids, links and every other value stay."""
     small = copy.deepcopy(dict(workflow))
     release = release_of(workflow)
+    width, height = video_size(workflow)
     for node in small.values():
-        stand_in = STAND_INS.get(node["class_type"])
+        inputs, stand_in = node["inputs"], STAND_INS.get(node["class_type"])
         if stand_in is not None:
             node["class_type"] = stand_in
             node["inputs"] = {"seed": 0} if stand_in == "LongLiveStandInCLIP" else {"model": release, "seed": 0}
-        else:
-            for name, value in node["inputs"].items():
-                node["inputs"][name] = shrunk(name, value)
+            continue
+        # Start images are put together from pieces, so places shrink with sizes.
+        for names, factor in ((("width", "x"), WIDTH / width), (("height", "y"), HEIGHT / height)):
+            for name in names:
+                if isinstance(inputs.get(name), int):
+                    inputs[name] = round(inputs[name] * factor)
     return small
 
 
@@ -40,12 +45,9 @@ def release_of(workflow: Mapping[str, dict]) -> str:
     return "LongLive 1.0" if "2.1" in files or "2_1" in files else "LongLive 2.0"
 
 
-def shrunk(name: str, value: object) -> object:
-    """The small value of a size input; every other input comes back as it is."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return value
-    if name == "width":
-        return WIDTH
-    if name == "height":
-        return HEIGHT
-    return value
+def video_size(workflow: Mapping[str, dict]) -> tuple[int, int]:
+    """Width and height of the video in pixels, from the node that makes its latents."""
+    for node in workflow.values():
+        if node["class_type"] in LATENT_NODES:
+            return node["inputs"]["width"], node["inputs"]["height"]
+    raise ValueError(f"none of {', '.join(LATENT_NODES)} is in the workflow; one of them sets the size of the video")

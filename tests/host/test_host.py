@@ -121,13 +121,21 @@ def test_with_stand_ins_changes_loaders_and_size_alone():
         "1": {"class_type": "LongLiveLoadDiT", "inputs": {"file": "a.pt"}},
         "2": {"class_type": "CLIPLoader", "inputs": {"clip_name": "b"}},
         "3": {"class_type": "VAELoader", "inputs": {"vae_name": "wan2.2_vae.safetensors"}},
-        "4": {"class_type": "Other", "inputs": {"width": 1280, "height": 704, "steps": 4, "model": ["1", 0], "on": True}},
+        "4": {"class_type": "LongLiveEmptyLatent", "inputs": {"width": 1280, "height": 704, "seconds": 4.0, "model": ["1", 0]}},
+        "5": {"class_type": "ImageCompositeMasked", "inputs": {"x": 640, "y": 352, "resize_source": True}},
     }
     small = stand_in.with_stand_ins(workflow)
-    assert [node["class_type"] for node in small.values()] == ["LongLiveStandInDiT", "LongLiveStandInCLIP", "LongLiveStandInVAE", "Other"]
-    assert small["4"]["inputs"] == {"width": stand_in.WIDTH, "height": stand_in.HEIGHT, "steps": 4, "model": ["1", 0], "on": True}
+    stand_ins = ["LongLiveStandInDiT", "LongLiveStandInCLIP", "LongLiveStandInVAE"]
+    assert [node["class_type"] for node in small.values()] == [*stand_ins, "LongLiveEmptyLatent", "ImageCompositeMasked"]
+    assert small["4"]["inputs"] == {"width": stand_in.WIDTH, "height": stand_in.HEIGHT, "seconds": 4.0, "model": ["1", 0]}
+    assert small["5"]["inputs"] == {"x": stand_in.WIDTH // 2, "y": stand_in.HEIGHT // 2, "resize_source": True}
     assert small["3"]["inputs"]["model"] == "LongLive 2.0"
     assert workflow["4"]["inputs"]["width"] == 1280
+
+
+@pytest.mark.parametrize(("file", "release"), [("wan2.2_vae.safetensors", "LongLive 2.0"), ("wan_2.1_vae.safetensors", "LongLive 1.0")])
+def test_release_of_reads_the_vae_file(file, release):
+    assert stand_in.release_of({"1": {"class_type": "VAELoader", "inputs": {"vae_name": file}}}) == release
 
 
 def test_find_browser_takes_the_named_program_else_what_is_installed(tmp_path):
