@@ -182,7 +182,7 @@ def read_call(args: tuple, kwargs: dict) -> HostCall | str:
         head_dim = q.shape[-1] // heads
         if k.shape[-1] % head_dim or v.shape[-1] % head_dim:
             return f"k and v have {k.shape[-1]} and {v.shape[-1]} channels, not a multiple of head_dim {head_dim}"
-        q, k, v = (t.unflatten(-1, (-1, head_dim)) for t in (q, k, v))
+        q, k, v = (t.view(t.shape[0], t.shape[1], t.shape[2] // head_dim, head_dim) for t in (q, k, v))
     if k.shape[2] != heads and not values.get("enable_gqa"):
         return f"k has {k.shape[2]} heads and q {heads}, without enable_gqa"
     try:
