@@ -111,7 +111,10 @@ class Window:
         first_written = 0
         if self.keeps_sink and is_rewrite and not rewrite_sink:
             first_written = min(length, max(0, self.sink - (len(self.order) - length)))
-        return Placement(slots, first_written, tuple(self.order), tuple(self.frame_in[slot] for slot in self.order))
+        order = list(self.order)
+        if self.keeps_sink:  # 1.0 attends its whole sink region from the first chunk on, zeros where nothing was written yet
+            order += [slot for slot in range(self.sink) if slot not in self.frame_in]
+        return Placement(slots, first_written, tuple(order), tuple(self.frame_in.get(slot, EMPTY) for slot in order))
 
     def pin(self, length: int) -> None:
         """Mark the newest chunk of ``length`` frames as the shot's anchor; it replaces an earlier pin."""

@@ -88,12 +88,12 @@ def sample_video(
     state: LongLiveState | None = None,
     noise: NoiseSource | None = None,
     plans: Sequence[ChunkPlan] | None = None,
-    prepare: Callable[[], None] | None = None,
 ) -> SamplingResult:
     """Sample ``latent``'s length chunk by chunk and return the whole video's latents.
 
     positive: core CONDITIONING, one entry or a Prompt Timeline. latent: core LATENT; its size and length, and a start image where its noise_mask is 0.
-    extend: LATENT to continue by clean passes. state: to continue where it ended. noise and plans replace the seed's noise and the timeline (parity tests).
+    extend: LATENT to continue by clean passes. state: to continue where it ended. noise and plans replace the seed's noise and the timeline (parity tests);
+    a plan's prompt is then the index of its entry in ``positive``.
     Raises ValueError with what was asked, found and would work.
     """
     job = _Job.check(model, positive, negative, latent, request, extend, state, plans)
@@ -230,10 +230,10 @@ class _Job:
         if plans is None:
             plans, entries, said = _plan_prompts(positive, batch, num_chunks, recipe, first_chunk)
             notes += said
+            prompt_index = {name: index for index, name in enumerate(dict.fromkeys(plan.prompt for plan in plans))}
         else:
             entries = positive
-        plans = list(plans)
-        names = list(dict.fromkeys(plan.prompt for plan in plans))
+            prompt_index = {index: index for index in range(len(entries))}
 
         dtype = request.kv_dtype or model.model.get_dtype_inference()
         cache_shape = CacheShape(len(dit.blocks), batch, recipe.window_frames, frame_tokens, dit.dim, dtype)
@@ -245,9 +245,9 @@ class _Job:
             state=state,
             given=given,
             clamps=clamps,
-            plans=plans,
+            plans=list(plans),
             entries=entries,
-            prompt_index={name: index for index, name in enumerate(names)},
+            prompt_index=prompt_index,
             chunk_shape=(batch, channels, chunk_frames, height, width),
             asked_frames=asked,
             num_chunks=num_chunks,

@@ -2,7 +2,7 @@
 
     python tests/parity.py DIR [DIR ...]
 
-Each folder holds ``model.safetensors`` and one safetensors file per case (settings in the metadata, noise, prompts and expected latents as tensors). Prints
+Each folder (or a folder right below it) holds ``model.safetensors`` and one safetensors file per case (settings in the metadata, noise, prompts and expected latents as tensors). Prints
 one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU. ComfyUI is found as the
 tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,9 +95,8 @@ def run_case(model: object, path: Path) -> float:
         latent["noise_mask"] = torch.ones(batch, 1, noise.shape[2], height, width)
         latent["noise_mask"][:, :, :count] = 0
     renoise = tensors.get("renoise")
-    if renoise is not None:  # [chunk, step, (batch,) frame, channel, height, width] -> (chunk, step, B, C, f, H, W)
-        renoise = renoise.unsqueeze(2) if renoise.ndim == 6 else renoise
-        renoise = renoise.transpose(3, 4)
+    if renoise is not None:  # [chunk, step, batch * frame, channel, height, width] -> (chunk, step, B, C, f, H, W)
+        renoise = renoise.reshape(*renoise.shape[:2], batch, length, *renoise.shape[-3:]).transpose(3, 4)
     source = GivenNoise(noise.float(), length, prefix, None if renoise is None else renoise.float())
     extend = {"samples": process_out(given.transpose(1, 2).float())} if prefix else None
     plans = [ChunkPlan(index, cut, switch) for index, cut, switch in plans]
@@ -120,14 +120,18 @@ def _prompts(tensors: dict, settings: dict, chunks: int, length: int, batch: int
     embeds = _padded(tensors["prompt_embeds"])
     if is_first:
         switches = json.loads(settings.get("switch_frames", "[]"))
-        segments = len(switches) + 1
-        per_segment = embeds.shape[0] // segments if embeds.shape[0] % segments == 0 else 1
-        entries = [embeds[i * per_segment : (i + 1) * per_segment] for i in range(segments)]
+        texts = json.loads(settings["prompts"])
+        if "prompt_index" in tensors:  # (batch, segments)
+            rows = [column.tolist() for column in tensors["prompt_index"].reshape(batch, -1).T]
+        else:
+            distinct = list(dict.fromkeys(texts))
+            rows = [[distinct.index(text) if embeds.shape[0] == len(distinct) else place] for place, text in enumerate(texts)]
+        entries = [embeds[row] for row in rows]
         plans, segment = [], 0
         for chunk in range(chunks):
-            switched = False
-            while segment < len(switches) and chunk * length >= switches[segment]:
-                segment, switched = segment + 1, True
+            # One switch per chunk: of two that fall on the same chunk, upstream takes the second one chunk later.
+            switched = segment < len(switches) and chunk * length >= switches[segment]
+            segment += switched
             plans.append((segment, False, switched))
         return plans, entries
     index = tensors["prompt_index"]
@@ -145,6 +149,15 @@ def _prompts(tensors: dict, settings: dict, chunks: int, length: int, batch: int
     return plans, entries
 
 
+def _with_model(paths: Iterable[Path]) -> Iterator[Path]:
+    """The folders among ``paths``, and the folders right below them, that hold a model; says what it passes over."""
+    for path in paths:
+        found = [folder for folder in (path, *sorted(path.glob("*/"))) if (folder / "model.safetensors").is_file()]
+        if not found:
+            print(f"{path}: no model.safetensors in it or right below it, passed over")
+        yield from found
+
+
 def main(folders: list[str]) -> int:
     if not folders:
         print(__doc__)
@@ -155,7 +168,7 @@ def main(folders: list[str]) -> int:
 
     failed = total = 0
     with torch.inference_mode():
-        for folder in map(Path, folders):
+        for folder in _with_model(map(Path, folders)):
             model, _ = load_longlive(folder / "model.safetensors", weight_dtype=torch.float32)
             for path in sorted(folder.glob("*.safetensors")):
                 if path.name == "model.safetensors":
