@@ -1,0 +1,45 @@
+"""accel.stream_decode without ComfyUI: frame arithmetic, options and messages. Values are compared in tests/nodes/test_stream_decode.py."""
+
+import pytest
+import torch
+from longlive.accel.stream_decode import StreamDecoder22, StreamOptions, latent_of_frame, num_frames, unpatchify, walk_reason
+from torch import nn
+
+
+@pytest.mark.parametrize(("num_latents", "frames"), [(0, 0), (1, 1), (2, 5), (8, 29), (16, 61), (384, 1533)])
+def test_num_frames(num_latents, frames):
+    assert num_frames(num_latents) == frames
+
+
+def test_latent_of_frame_is_the_inverse_of_num_frames():
+    for latent in range(1, 50):
+        for frame in range(num_frames(latent), num_frames(latent + 1)):
+            assert latent_of_frame(frame) == latent
+    assert latent_of_frame(0) == 0
+
+
+def test_unpatchify_orders_channels_by_colour_column_row():
+    x = torch.arange(12.0).reshape(1, 12, 1, 1, 1)
+    green = unpatchify(x)[0, 1, 0]  # channels 4..7: (column 0, row 0), (column 0, row 1), (column 1, row 0), (column 1, row 1)
+    assert green.tolist() == [[4.0, 6.0], [5.0, 7.0]]
+
+
+def test_options_for_device_stay_exact_on_the_cpu_and_in_float32():
+    assert StreamOptions.for_device(torch.device("cpu"), torch.bfloat16).is_exact
+    assert StreamOptions.for_device(torch.device("cuda"), torch.float32).is_exact
+    fast = StreamOptions.for_device(torch.device("cuda"), torch.bfloat16)
+    assert fast.channels_last and fast.fused_norm and not fast.is_exact
+
+
+def test_options_refuse_a_layout_without_the_walk():
+    with pytest.raises(ValueError, match="need walk=True"):
+        StreamOptions(walk=False, channels_last=True)
+
+
+def test_a_foreign_decoder_is_refused_with_what_is_missing():
+    foreign = nn.Module()
+    foreign.conv2 = nn.Conv3d(4, 4, 1)
+    foreign.decoder = nn.Sequential(nn.Conv3d(4, 4, 1))
+    assert "no conv1, middle, upsamples, head" in walk_reason(foreign)
+    with pytest.raises(ValueError, match="cannot walk this decoder: its decoder has no conv1"):
+        StreamDecoder22(foreign)
