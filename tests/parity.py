@@ -2,8 +2,8 @@
 
     python tests/parity.py DIR [DIR ...]
 
-Each folder (or a folder right below it) holds ``model.safetensors`` and one safetensors file per case (settings in the metadata, noise, prompts and expected latents as tensors). Prints
-one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU. ComfyUI is found as the
+Each folder (or a folder right below it) holds ``model.safetensors`` and one safetensors file per case (settings in the metadata; noise, prompts and expected
+latents as tensors). Prints one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU. ComfyUI is found as the
 tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
 """
 
