@@ -1,8 +1,8 @@
 """Decodes latents with a Wan VAE as they arrive, bit for bit what one decode of the whole video gives.
 
 Owns the temporal bookkeeping: which latents make one decoder step, the remembered frames of every causal convolution, and how many latents of history an
-exact start in the middle needs. It walks the modules of ComfyUI's Wan 2.2 and 2.1 VAE (found by structure, never imported) and changes none of them. Device,
-dtype, files and progress belong to the caller.
+exact start in the middle needs (pixel frames of latents are geometry.py's). It walks the modules of ComfyUI's Wan 2.2 and 2.1 VAE, found by structure and
+never imported, and changes none of them. Device, dtype, files and progress belong to the caller.
 
 Glossary
     step      one run of the decoder: one latent (Wan 2.2), or one latent and then pairs (Wan 2.1, whose decoder is right in no other grouping)
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FRAMES_PER_LATENT = 4
 HISTORY_FRAMES = 2
 MIN_WARMUP_LATENTS = 40
 
@@ -55,16 +54,6 @@ class StreamOptions:
         """The fast layout where it pays (half precision on CUDA), the exact one elsewhere."""
         fast = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
         return cls(channels_last=fast, fused_norm=fast)
-
-
-def num_frames(num_latents: int) -> int:
-    """Pixel frames of ``num_latents`` latent frames: 1, 5, 9, …"""
-    return FRAMES_PER_LATENT * num_latents - (FRAMES_PER_LATENT - 1) if num_latents > 0 else 0
-
-
-def latent_of_frame(frame: int) -> int:
-    """The latent frame that a pixel frame (counted from 0) is decoded from."""
-    return -(-frame // FRAMES_PER_LATENT)
 
 
 def unpatchify(x: Tensor) -> Tensor:

@@ -1,21 +1,9 @@
-"""accel.stream_decode without ComfyUI: frame arithmetic, options and messages. Values are compared in tests/nodes/test_stream_decode.py."""
+"""accel.stream_decode without ComfyUI: options and messages. Values are compared in tests/nodes/test_stream_decode.py."""
 
 import pytest
 import torch
-from longlive.accel.stream_decode import StreamDecoder22, StreamOptions, latent_of_frame, num_frames, unpatchify, walk_reason
+from longlive.accel.stream_decode import StreamDecoder22, StreamOptions, unpatchify, walk_reason
 from torch import nn
-
-
-@pytest.mark.parametrize(("num_latents", "frames"), [(0, 0), (1, 1), (2, 5), (8, 29), (16, 61), (384, 1533)])
-def test_num_frames(num_latents, frames):
-    assert num_frames(num_latents) == frames
-
-
-def test_latent_of_frame_is_the_inverse_of_num_frames():
-    for latent in range(1, 50):
-        for frame in range(num_frames(latent), num_frames(latent + 1)):
-            assert latent_of_frame(frame) == latent
-    assert latent_of_frame(0) == 0
 
 
 def test_unpatchify_orders_channels_by_colour_column_row():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from longlive.accel import stream_decode
+from longlive.accel.geometry import pixel_frames_of
 from longlive.accel.stream_decode import StreamDecoder21, StreamDecoder22, StreamOptions
 from longlive.tests import tiny_vae
 
@@ -89,12 +90,12 @@ def test_a_start_40_latents_early_equals_one_long_decode(first_latent):
         assert stream_decode.warmup_latents(model) == 40
         z = tiny_vae.latents(channels, 47)
         with torch.no_grad():
-            expected = model.decode(z)[:, :, stream_decode.num_frames(first_latent) :]
+            expected = model.decode(z)[:, :, pixel_frames_of(first_latent) :]
         decoder = cls(model)
         start = stream_decode.warmup_start(decoder, first_latent)
         assert start == first_latent - 40 - (first_latent % 2 if cls is StreamDecoder21 else 0)
         frames = _stream(decoder, z[:, :, start:], [z.shape[2] - start])
-        assert torch.equal(frames[:, :, stream_decode.num_frames(first_latent) - 4 * start :], expected)
+        assert torch.equal(frames[:, :, pixel_frames_of(first_latent) - 4 * start :], expected)
         # 20 latents are not enough, which the 40 are there to prevent.
         late = _stream(cls(model), z[:, :, first_latent - 20 :], [67 - first_latent])
         assert not torch.equal(late[:, :, 20 * 4 - 3 :], expected)
