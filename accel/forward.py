@@ -253,7 +253,8 @@ def _self_attention(
     heads = attn.num_heads
     keys = attn.norm_k(attn.k(x))
     if key_rope is None:
-        keys = rotate(keys.unflatten(2, (heads, -1)), *query_rope).flatten(2)
+        # Float32 until the copy into its slot rounds it: one pass less.
+        keys = rotate(keys.unflatten(2, (heads, -1)), *query_rope, keep_float=True).flatten(2)
     values = attn.v(x)
     parts = len(branches)
     windows = []
@@ -266,7 +267,8 @@ def _self_attention(
     for q, (k, v) in zip(queries.chunk(parts), windows, strict=True):
         if key_rope is not None:
             k = rotate(k.unflatten(2, (heads, -1)), *key_rope).flatten(2)
-        out.append(attention(q, k, v, heads=heads, transformer_options=options))
+        # Only a cache in another number format than the model's makes a copy here.
+        out.append(attention(q, k.to(q.dtype), v.to(q.dtype), heads=heads, transformer_options=options))
     x = out[0] if parts == 1 else torch.cat(out)
     for patch in options.get("patches", {}).get("attn1_patch", ()):
         x = patch({"x": x, "q": queries, "k": keys, "transformer_options": options})
@@ -288,7 +290,7 @@ def _window(cache: KVCache, layer: int, keys: Tensor, values: Tensor, call: Chun
         past_keys, past_values = (t.clone() for t in cache.view(layer, placement.filled))
     index = torch.cat([torch.arange(slot * tokens, (slot + n) * tokens) for _, slot, n in placement.runs()]).to(keys.device)
     source = slice(placement.first_written * tokens, None)
-    return past_keys.index_copy(1, index, keys[:, source]), past_values.index_copy(1, index, values[:, source])
+    return past_keys.index_copy(1, index, keys[:, source].to(past_keys.dtype)), past_values.index_copy(1, index, values[:, source].to(past_values.dtype))
 
 
 def _cross_attention(attn: nn.Module, layer: int, x: Tensor, text: _TextKeys, branches: tuple[int, ...], attention: Attention, options: dict) -> Tensor:

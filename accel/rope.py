@@ -35,7 +35,14 @@ def rope_tables(times: tuple[float, ...], rows: int, columns: int, head_dim: int
     return tuple(torch.cat(table, dim=-1).reshape(-1, 1, head_dim // 2) for table in tables)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs of ``x`` ``(B, N, heads, head_dim)``; float32 inside, result in ``x``'s dtype. Differentiable."""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, keep_float: bool = False) -> Tensor:
+    """Rotate the pairs of ``x`` ``(B, N, heads, head_dim)``; float32 inside, result in ``x``'s dtype or, if ``keep_float``, in float32. Differentiable."""
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if x.is_cuda:
+        # One pass over memory instead of six; other devices lack or slow down complex arithmetic.
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
+    else:
+        even, odd = pairs.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    turned = turned.flatten(-2)
+    return turned if keep_float else turned.to(x.dtype)
