@@ -118,13 +118,15 @@ def demo(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    test_parser = commands.add_parser("test", help="run the checks and all tests; further arguments go to pytest, which then runs alone", add_help=False)
-    test_parser.add_argument("pytest_arguments", nargs=argparse.REMAINDER)
+    commands.add_parser("test", help="run the checks and all tests; further arguments go to pytest, which then runs alone")
     demo_parser = commands.add_parser("demo", help="make a short video in a real ComfyUI and say where it is")
     demo_parser.add_argument("workflow", nargs="?", help="a name from workflows/api, without .json (default: the first text-to-video one)")
-    options = parser.parse_args()
+    # Everything behind `test` is pytest's, options included.
+    options, pytest_arguments = parser.parse_known_args()
+    if pytest_arguments and options.command != "test":
+        parser.error(f"{options.command} does not know {' '.join(pytest_arguments)}")
     try:
-        return test(options.pytest_arguments) if options.command == "test" else demo(options)
+        return test(pytest_arguments) if options.command == "test" else demo(options)
     except HostError as error:
         say(f"error: {error}")
         return 1

@@ -26,6 +26,7 @@ WAN_21 = "https://huggingface.co/Comfy-Org/Wan_2.1_ComfyUI_repackaged/resolve/ma
 SOURCES = {
     "umt5_xxl_fp8_e4m3fn_scaled.safetensors": (f"{WAN_21}/text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors", "text_encoders"),
     "umt5_xxl_fp16.safetensors": (f"{WAN_21}/text_encoders/umt5_xxl_fp16.safetensors", "text_encoders"),
+    "lora.pt": ("https://huggingface.co/Efficient-Large-Model/LongLive-1.3B/resolve/main/models/lora.pt", "loras"),
     "model_bf16.pt": ("https://huggingface.co/Efficient-Large-Model/LongLive-2.0-5B/resolve/main/model_bf16.pt", "diffusion_models"),
     "longlive_base.pt": ("https://huggingface.co/Efficient-Large-Model/LongLive-1.3B/resolve/main/models/longlive_base.pt", "diffusion_models"),
     "wan2.2_vae.safetensors": (f"{WAN_22}/vae/wan2.2_vae.safetensors", "vae"),

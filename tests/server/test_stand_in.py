@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from PIL import Image
 
 
-def test_core_text_encode_and_vae_decode_accept_the_stand_ins(client):
+@pytest.mark.parametrize(("model", "size"), [("LongLive 2.0", 64), ("LongLive 1.0", 32)])
+def test_core_text_encode_and_vae_decode_accept_the_stand_ins(client, model, size):
     workflow = {
-        "vae": {"class_type": "LongLiveStandInVAE", "inputs": {"model": "LongLive 1.0", "seed": 1}},
+        "vae": {"class_type": "LongLiveStandInVAE", "inputs": {"model": model, "seed": 1}},
         "clip": {"class_type": "LongLiveStandInCLIP", "inputs": {"seed": 1}},
         "text": {"class_type": "CLIPTextEncode", "inputs": {"text": "a fox in the snow", "clip": ["clip", 0]}},
-        "image": {"class_type": "EmptyImage", "inputs": {"width": 32, "height": 32, "batch_size": 1, "color": 0x4080C0}},
+        "image": {"class_type": "EmptyImage", "inputs": {"width": size, "height": size, "batch_size": 1, "color": 0x4080C0}},
         "encode": {"class_type": "VAEEncode", "inputs": {"pixels": ["image", 0], "vae": ["vae", 0]}},
         "decode": {"class_type": "VAEDecode", "inputs": {"samples": ["encode", 0], "vae": ["vae", 0]}},
         "save": {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "stand-in"}},
@@ -20,6 +22,6 @@ def test_core_text_encode_and_vae_decode_accept_the_stand_ins(client):
     }
     (file,) = client.files(client.run(workflow))
     picture = Image.open(io.BytesIO(client.download(file)))
-    assert picture.size == (32, 32)
+    assert picture.size == (size, size)
     low, high = picture.convert("L").getextrema()
     assert high - low > 5

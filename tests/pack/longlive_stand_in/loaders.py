@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import re
-import sys
 import zlib
 from pathlib import Path
 from types import ModuleType
@@ -54,14 +54,14 @@ class StandInDiT(io.ComfyNode):
             part = path.with_suffix(".part")
             torch.save({"generator": {f"model.{name}": value for name, value in state.items()}}, part)
             part.replace(path)
-        patcher, _report = _beside("LongLiveLoadDiT", "loader").load_longlive(path, name=path.name)
+        patcher, _report = _longlive("loader").load_longlive(path, name=path.name)
         return io.NodeOutput(patcher)
 
 
-def _beside(node_id: str, module: str) -> ModuleType:
-    """A module of the package that defines a node. ComfyUI imports packages under names made from their paths, so it is found through the node."""
-    package = nodes.NODE_CLASS_MAPPINGS[node_id].__module__.rpartition(".")[0]
-    return sys.modules[f"{package}.{module}"]
+def _longlive(module: str) -> ModuleType:
+    """A module of nodes/. ComfyUI imports packages under names made from their paths, so the package is found through one of its nodes."""
+    package = nodes.NODE_CLASS_MAPPINGS["LongLiveLoadDiT"].__module__.rpartition(".")[0]
+    return importlib.import_module(f"{package}.{module}")
 
 
 class StandInCLIP(io.ComfyNode):
@@ -186,4 +186,4 @@ def build_vae(channels: int, seed: int) -> comfy.sd.VAE:
     if channels == 16:
         # Core reads the widths of a Wan 2.1 file from its shapes.
         return comfy.sd.VAE(sd=state)
-    return _beside("LongLiveStreamDecode", "vae_build").build_vae(state)
+    return _longlive("vae_build").build_vae(state)
