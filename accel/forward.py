@@ -217,7 +217,7 @@ def _block(
 
     options["longlive"] = {"kind": "self", "layer": layer, **tag}
     attended = _self_attention(
-        block.self_attn, layer, _modulate(block.norm1(x), shift, scale, frames), call, branches, query_rope, key_rope, attention, options, stop
+        block.self_attn, layer, _modulated_norm(block.norm1, x, shift, scale, frames), call, branches, query_rope, key_rope, attention, options, stop
     )
     if attended is None:
         return None
@@ -227,11 +227,15 @@ def _block(
     x = x + _cross_attention(block.cross_attn, layer, block.norm3(x), text, branches, attention, options)
     for patch in options.get("patches", {}).get("attn2_patch", ()):
         x = patch({"x": x, "transformer_options": options})
-    return _gated(x, block.ffn(_modulate(block.norm2(x), ffn_shift, ffn_scale, frames)), ffn_gate, frames)
+    return _gated(x, block.ffn(_modulated_norm(block.norm2, x, ffn_shift, ffn_scale, frames)), ffn_gate, frames)
 
 
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor, frames: int) -> Tensor:
-    return torch.addcmul(shift, x.unflatten(1, (frames, -1)), 1 + scale).flatten(1, 2)
+def _modulated_norm(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, frames: int) -> Tensor:
+    """``norm(x) * (1 + scale) + shift``, shift and scale (1, f or 1, 1, D). ``norm`` has no weights of its own."""
+    if shift.shape[1] == 1:
+        # All frames share one timestep, so the modulation is the norm's affine part: one kernel instead of two.
+        return nn.functional.layer_norm(x, x.shape[-1:], 1 + scale.flatten(), shift.flatten(), norm.eps)
+    return torch.addcmul(shift, norm(x).unflatten(1, (frames, -1)), 1 + scale).flatten(1, 2)
 
 
 def _gated(x: Tensor, update: Tensor, gate: Tensor, frames: int) -> Tensor:
