@@ -315,8 +315,11 @@ class StreamDecoder21(_StreamDecoder):
 
 def stream_decoder(vae_model: nn.Module, options: StreamOptions | None = None) -> _StreamDecoder:
     """The stream decoder for a Wan VAE module, told apart by the nested levels that only 2.2 has."""
-    nested = hasattr(vae_model.decoder.upsamples[0], "upsamples")
-    return (StreamDecoder22 if nested else StreamDecoder21)(vae_model, options)
+    return _decoder_class(vae_model)(vae_model, options)
+
+
+def _decoder_class(vae_model: nn.Module) -> type[_StreamDecoder]:
+    return StreamDecoder22 if hasattr(vae_model.decoder.upsamples[0], "upsamples") else StreamDecoder21
 
 
 def walk_reason(vae_model: nn.Module) -> str | None:
@@ -351,7 +354,7 @@ def decode_memory(vae_model: nn.Module, batch: int, height: int, width: int, dty
     """What decoding latents of ``height`` x ``width`` needs, whatever the length; the working set is an estimate without cuDNN's workspace."""
     history = 0
     peak = 0
-    in_pairs = not hasattr(vae_model.decoder.upsamples[0], "upsamples")  # Wan 2.1 runs at most two frames at a time
+    in_pairs = _decoder_class(vae_model) is StreamDecoder21  # Wan 2.1 runs at most two frames at a time
     for conv, frames, scale in _causal_convs(vae_model.decoder):
         frames = HISTORY_FRAMES if in_pairs else frames
         pixels = batch * height * width * scale * scale
@@ -374,10 +377,10 @@ def warmup_latents(vae_model: nn.Module) -> int:
     return max(MIN_WARMUP_LATENTS, needed + needed % 2)
 
 
-def warmup_start(decoder: _StreamDecoder, first_latent: int) -> int:
+def warmup_start(vae_model: nn.Module, first_latent: int) -> int:
     """The latent to start at so that ``first_latent`` and all later ones come out bit-equal; even for Wan 2.1, to keep its pairs."""
-    start = max(0, first_latent - warmup_latents(decoder.vae_model))
-    return start - start % decoder.step_latents
+    start = max(0, first_latent - warmup_latents(vae_model))
+    return start - start % _decoder_class(vae_model).step_latents
 
 
 def _causal_convs(decoder: nn.Module) -> Iterator[tuple[nn.Module, int, int]]:

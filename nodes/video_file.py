@@ -30,19 +30,23 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Encoder:
-    """The video encoder that is used, and a sentence on why it is this one."""
+    """The video encoder that is used, a sentence on why it is this one, and its quality.
+
+    ``crf``: 0 (lossless) to 51, for libx264 only; the others get a bit rate by size.
+    """
 
     name: str
     reason: str
+    crf: int = 18
 
-    def options(self, crf: int) -> dict[str, str]:
+    def options(self) -> dict[str, str]:
         """Encoder settings. zerolatency: a frame leaves the encoder as soon as it went in, so a killed run loses no finished frame."""
         if self.name == "libx264":
-            return {"crf": str(crf), "preset": "fast", "tune": "zerolatency"}
+            return {"crf": str(self.crf), "preset": "fast", "tune": "zerolatency"}
         return {}
 
 
-def pick_encoder(names: tuple[str, ...] = ENCODERS) -> Encoder:
+def pick_encoder(names: tuple[str, ...] = ENCODERS, crf: int = 18) -> Encoder:
     """The first encoder of ``names`` that this PyAV has and that opens; RuntimeError with every reason if none does."""
     refused: list[str] = []
     for name in names:
@@ -53,7 +57,7 @@ def pick_encoder(names: tuple[str, ...] = ENCODERS) -> Encoder:
         except (av.error.FFmpegError, ValueError) as error:
             refused.append(f"{name} is not usable in this PyAV ({type(error).__name__}: {error})")
             continue
-        return Encoder(name, f"{name}, because {'; '.join(refused)}" if refused else f"{name}, the first choice")
+        return Encoder(name, f"{name}, because {'; '.join(refused)}" if refused else f"{name}, the first choice", crf)
     raise RuntimeError(f"no video encoder: {'; '.join(refused)}. Install PyAV from its wheels (pip install av), which bring libx264")
 
 
@@ -67,13 +71,11 @@ class VideoWriter:
         height: int,
         fps: float,
         metadata: dict[str, object] | None = None,
-        *,
-        crf: int = 18,
         encoder: Encoder | None = None,
     ) -> None:
         """``path`` ends in .mp4; ``width`` and ``height`` in pixels (an odd side is padded by repeating its last line); ``fps`` in frames per second.
 
-        ``metadata`` values are written as JSON under their keys. ``crf``: 0 (lossless) to 51, for libx264 only; the others get a matching bit rate.
+        ``metadata`` values are written as JSON under their keys.
         """
         self.path = Path(path)
         self.part_path = self.path.with_suffix(".part.mp4")
@@ -91,7 +93,7 @@ class VideoWriter:
         self._container = av.open(str(self.part_path), "w", format="mp4", options={"movflags": flags, "flush_packets": "1"})
         for key, value in (metadata or {}).items():
             self._container.metadata[key] = json.dumps(value)
-        self._stream = self._container.add_stream(self.encoder.name, rate=self.rate, options=self.encoder.options(crf))
+        self._stream = self._container.add_stream(self.encoder.name, rate=self.rate, options=self.encoder.options())
         self._stream.width, self._stream.height = width + width % 2, height + height % 2
         self._stream.pix_fmt = "yuv420p"
         self._stream.codec_context.time_base = 1 / self.rate

@@ -92,7 +92,7 @@ def test_a_start_40_latents_early_equals_one_long_decode(first_latent):
         with torch.no_grad():
             expected = model.decode(z)[:, :, pixel_frames_of(first_latent) :]
         decoder = cls(model)
-        start = stream_decode.warmup_start(decoder, first_latent)
+        start = stream_decode.warmup_start(model, first_latent)
         assert start == first_latent - 40 - (first_latent % 2 if cls is StreamDecoder21 else 0)
         frames = _stream(decoder, z[:, :, start:], [z.shape[2] - start])
         assert torch.equal(frames[:, :, pixel_frames_of(first_latent) - 4 * start :], expected)

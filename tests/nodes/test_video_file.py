@@ -36,7 +36,7 @@ def write(path, frames, fps=24.0, metadata=None, **options):
 
 def test_finish_gives_a_plain_mp4_with_every_frame(tmp_path):
     frames = moving_bar(29)
-    path = write(tmp_path / "v_00001_.mp4", frames, crf=10)
+    path = write(tmp_path / "v_00001_.mp4", frames, encoder=pick_encoder(crf=10))
     assert [found.name for found in tmp_path.iterdir()] == ["v_00001_.mp4"]
     decoded = frames_of(path)
     assert decoded.shape == (29, 48, 64, 3)
@@ -79,7 +79,7 @@ def test_core_saves_the_result_without_encoding_it_again(tmp_path):
 @pytest.mark.parametrize(("height", "width"), [(47, 64), (48, 63), (47, 63)])
 def test_odd_sizes_are_padded_by_the_last_line(tmp_path, height, width):
     frames = moving_bar(3, height, width)
-    decoded = frames_of(write(tmp_path / "v.mp4", frames, crf=5))
+    decoded = frames_of(write(tmp_path / "v.mp4", frames, encoder=pick_encoder(crf=5)))
     assert decoded.shape == (3, 48, 64, 3)
     assert np.abs(decoded[:, :height, :width].astype(int) - frames.numpy().astype(int)).mean() < 6
 
