@@ -2,9 +2,9 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import accelerate, latent, loader, prompts, sampler, state
+from . import accelerate, decode, latent, loader, prompts, sampler, state
 
-NODES: list[type[io.ComfyNode]] = [*loader.NODES, *accelerate.NODES, *prompts.NODES, *latent.NODES, *sampler.NODES, *state.NODES]
+NODES: list[type[io.ComfyNode]] = [*loader.NODES, *accelerate.NODES, *prompts.NODES, *latent.NODES, *sampler.NODES, *decode.NODES, *state.NODES]
 
 
 class LongLiveExtension(ComfyExtension):
