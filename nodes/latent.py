@@ -69,9 +69,8 @@ def describe(plan: LatentPlan, width: int, height: int, asked: str, pixel_frames
         f"{asked} {_frames(pixel_frames)} at {fps} fps -> {count} latent frames -> {chunks} chunk{'s' * (chunks != 1)} "
         f"({sampled} latents, {sampled_frames} frames = {geometry.seconds(sampled_frames, fps):.2f} s)",
     ]
-    if sampled > count:
-        kept = geometry.pixel_frames_of(count)
-        lines.append(f"chunks are whole: {sampled} latents are sampled, VAE Stream Decode keeps {count} = {_frames(kept)}")
+    if sampled_frames > pixel_frames:
+        lines.append(f"chunks are whole, so more is sampled than asked; VAE Stream Decode keeps the first {_frames(pixel_frames)}")
     lines.append(
         f"{width}x{height}: {tokens} tokens a latent frame, {tokens * chunk_frames} a chunk; "
         f"the window of {plan.recipe.window_frames} latent frames holds {cache / 1e9:.2f} GB of keys and values in bfloat16"

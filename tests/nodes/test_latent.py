@@ -20,7 +20,7 @@ def test_five_seconds_of_longlive_2():
     assert not latent["samples"].any()
     assert latent["longlive"] == {"asked_frames": 31, "asked_pixel_frames": 120, "fps": 24}
     assert "asked 5 s = 120 frames at 24 fps -> 31 latent frames -> 4 chunks (32 latents, 125 frames = 5.21 s)" in shown
-    assert "32 latents are sampled, VAE Stream Decode keeps 31 = 121 frames" in shown
+    assert "VAE Stream Decode keeps the first 120 frames" in shown
     assert "880 tokens a latent frame, 7040 a chunk" in shown and "10.38 GB" in shown
     assert "assumed: no model is connected" in shown
     assert "trained at" not in shown

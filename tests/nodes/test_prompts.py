@@ -131,11 +131,10 @@ def test_the_chunked_sampler_gives_each_chunk_its_prompt():
     model = tiny_wan(48)
     latent = {"samples": torch.zeros(1, 48, 8, 4, 4)}
     request = SamplingRequest(recipe)
-    # The same conditions without any timing, their order spelled out: chunks of 2 latents begin at frames 0, 5, 13 and 21.
+    # The same conditions without any timing, their numbers spelled out: chunks of 2 latents begin at frames 0, 5, 13 and 21.
     plain = [[tensor, {}] for tensor, _ in conditioning]
     plans = [ChunkPlan(0), ChunkPlan(1, is_switch=True), ChunkPlan(3, is_cut=True), ChunkPlan(2)]
-    in_order = [plain[0], plain[1], plain[3], plain[2]]
-    expected = sample_video(model, in_order, None, latent, request, plans=plans).latent["samples"]
+    expected = sample_video(model, plain, None, latent, request, plans=plans).latent["samples"]
     result = sample_video(model, conditioning, None, latent, request).latent["samples"]
     assert torch.equal(result, expected)
     # The prompts matter at all: with the first one throughout, chunk 0 stays and chunk 1 changes.
