@@ -33,6 +33,8 @@ RECIPE_ATTACHMENT = "longlive_recipe"
 NO_ADAPTER = "none"
 WEIGHT_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAVE_MODES = ("off", "DiT", "LoRA", "both", "merged DiT")
+# Room on the device for one merge: the largest linear of the 5B model in float32, twice, and change.
+_MERGE_BYTES = 500_000_000
 _SHOWN_NAMES = 4
 
 
@@ -113,12 +115,15 @@ def load_longlive(
     name, adapter_name: what was picked, sub-folders included, for finding the steps. Raises WeightFileError with what was asked, found and would work.
     """
     start = time.perf_counter()
-    reader = _streaming_reader(disable_dynamic)
+    reader = _streaming_reader()
     checkpoint = read_checkpoint(path, weights=weights, safetensors_reader=reader)
     remarks = list(checkpoint.remarks)
     lora = _read_adapter(checkpoint, adapter, reader, remarks)
     recipe = choose_recipe(checkpoint, lora, release=release, steps=steps, name=name, adapter_name=adapter_name)
-    source = AdaptedWeights(checkpoint, lora)
+    device = comfy.model_management.get_torch_device()
+    if lora is not None and not comfy.model_management.is_device_cpu(device):
+        comfy.model_management.free_memory(_MERGE_BYTES, device)
+    source = AdaptedWeights(checkpoint, lora, device)
     saved = _save(save, source, recipe, _ticker(checkpoint)) if save else ()
     patcher = _build(source, weight_dtype, disable_dynamic, _ticker(checkpoint))
     patcher.cached_patcher_init = (_reload, (path, adapter, weight_dtype, release, steps, weights, name, adapter_name))
@@ -158,9 +163,9 @@ def _read_adapter(checkpoint: Checkpoint, adapter: str | os.PathLike | None, rea
     return lora
 
 
-def _streaming_reader(disable_dynamic: bool) -> Callable | None:
+def _streaming_reader() -> Callable | None:
     """With dynamic VRAM core reads safetensors in its own way, so that weights can go from the file to the GPU; elsewhere a plain mapping does."""
-    if disable_dynamic or not comfy.memory_management.aimdo_enabled:
+    if not comfy.memory_management.aimdo_enabled:
         return None
     return lambda path: comfy.utils.load_torch_file(path, return_metadata=True)
 
@@ -172,19 +177,33 @@ def _build(source: AdaptedWeights, weight_dtype: torch.dtype | None, disable_dyn
         options = {} if weight_dtype is None else {"dtype": weight_dtype}
         return _load_into_core(checkpoint, dict(checkpoint.plain), options, metadata, disable_dynamic)
     dtype = weight_dtype or _compute_dtype(checkpoint)
-    if comfy.memory_management.aimdo_enabled and not disable_dynamic:
+    if comfy.memory_management.aimdo_enabled:
         # Core puts these tensors into the model as they are, mapped ones included.
         state = {}
         for name in checkpoint.names:
             tick()
             state[name] = source.tensor(name)
         return _load_into_core(checkpoint, state, {"dtype": dtype}, None, disable_dynamic)
-    # Core would copy every tensor, which keeps file and copy in memory at once. So it gets one value a tensor, and the real ones are put in afterwards, mapped
-    # from the file where they are already in the right dtype.
-    placeholders = {name: torch.zeros((), dtype=checkpoint.spec(name)[1]).expand(checkpoint.spec(name)[0]) for name in checkpoint.names}
-    patcher = _load_into_core(checkpoint, placeholders, {"dtype": dtype}, None, disable_dynamic)
+    # Core would copy every tensor, so that file and copy are in memory at once. It gets promises instead, and the weights are put in afterwards, mapped
+    # from the file where they are in the right dtype already.
+    promises = {name: PromisedTensor(*checkpoint.spec(name)) for name in checkpoint.names}
+    patcher = _load_into_core(checkpoint, promises, {"dtype": dtype}, None, disable_dynamic)
     _fill(patcher.model.diffusion_model, source, tick)
     return patcher
+
+
+class PromisedTensor(torch.Tensor):
+    """A shape and a dtype without values. Copying it into a parameter leaves the parameter as it is, untouched memory; anything else is refused by torch."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> PromisedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function is torch.ops.aten.copy_.default and not isinstance(arguments[0], cls):
+            return arguments[0]
+        return NotImplemented
 
 
 def _compute_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -238,7 +257,7 @@ def _save(save: SaveRequest, source: AdaptedWeights, recipe: Recipe | None, tick
         if convert.is_there_already(save.dit, convert.source_note(checkpoint.path, merged.path if merged else None)):
             said.append(f"DiT not saved again: {save.dit} is there already")
         else:
-            convert.save_dit(save.dit, AdaptedWeights(checkpoint, merged), recipe, tick)
+            convert.save_dit(save.dit, AdaptedWeights(checkpoint, merged, source.device), recipe, tick)
             said.append(f"DiT saved for core's Load Diffusion Model: {save.dit}")
     if save.lora is not None:
         if convert.is_there_already(save.lora, convert.source_note(adapter.path)):

@@ -11,7 +11,7 @@ import folder_paths
 import pytest
 import torch
 from longlive.accel.weight_file import WeightFileError
-from longlive.nodes.loader import LoadLongLiveDiT, load_longlive
+from longlive.nodes.loader import LoadLongLiveDiT, PromisedTensor, load_longlive
 from longlive.tests.weight_files import (
     dit_state_dict,
     lora_factors,
@@ -407,3 +407,26 @@ def test_every_folder_file_is_listed_and_every_input_explained(folders):
     assert {"a.pt", "b.safetensors", str(Path("sub") / "c.pth")} <= set(by_id["dit_name"].options)
     assert all(item.tooltip for item in schema.inputs)
     assert [item.id for item in schema.inputs if not item.advanced] == ["dit_name", "adapter", "release", "steps"]
+
+
+def test_a_promised_tensor_leaves_what_it_is_copied_into_and_refuses_the_rest():
+    target = torch.arange(6.0).reshape(2, 3)
+    promise = PromisedTensor((2, 3), torch.bfloat16)
+    assert promise.shape == target.shape and promise.dtype == torch.bfloat16 and promise.nelement() == 6
+    assert torch.equal(target.copy_(promise), torch.arange(6.0).reshape(2, 3))
+    with pytest.raises(TypeError):
+        promise + 1
+    with pytest.raises(TypeError):
+        target.add_(promise)
+
+
+def test_a_model_loaded_outside_inference_mode_can_be_trained(tmp_path):
+    path, lora = save_upstream(tmp_path / "x.pt", STATE), save_pt(tmp_path / "lora.pt", peft_names(FACTORS))
+    with torch.inference_mode(False), torch.enable_grad():
+        patcher, _ = load_longlive(path, adapter=lora, weight_dtype=torch.float32)
+        layer = patcher.model.diffusion_model.blocks[1].ffn[0].requires_grad_(True)
+        layer(torch.ones(1, 256)).square().sum().backward()
+        assert layer.weight.grad.abs().sum() > 0
+        with torch.no_grad():
+            layer.weight.sub_(layer.weight.grad)
+    assert torch.equal(load_longlive(path)[0].model.diffusion_model.head.head.bias, STATE["head.head.bias"].float()), "the file must not change"
