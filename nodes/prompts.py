@@ -12,8 +12,20 @@ from .node_text import show_text
 TEXT_TOKENS = 512
 RELEASES = {"LongLive 2.0": LONGLIVE_2, "LongLive 1.0": LONGLIVE_1}
 ORIGINS = {"the new part": "part", "the whole video": "video"}
+# Core's samplers mix all entries of a CONDITIONING. This range is empty, as core's ConditioningSetTimestepRange 1.0-1.0 would write it, so that a KSampler
+# uses the first prompt alone. The Chunked Sampler takes the mark off the entries it uses, see prompt_entries.
+INACTIVE_IN_KSAMPLER = {"start_percent": 1.0}
 EXAMPLE = """0:00 A red fox walks through a snowy forest at dawn, the camera follows it from the side.
 0:05 cut The fox sleeps curled up in its den, soft light falls in from the entrance."""
+
+
+def prompt_entries(conditioning: list) -> dict[int, list]:
+    """The entries of a Prompt Timeline's CONDITIONING by prompt number, made active again; entries of other nodes are not in it."""
+    entries = {}
+    for tensor, options in conditioning:
+        if "longlive_id" in options:
+            entries[options["longlive_id"]] = [tensor, {key: value for key, value in options.items() if key not in INACTIVE_IN_KSAMPLER}]
+    return entries
 
 
 def encode_timeline(clip, timeline: Timeline, *, prompt_weights: bool = False) -> tuple[list, list[str]]:
@@ -35,7 +47,8 @@ def encode_timeline(clip, timeline: Timeline, *, prompt_weights: bool = False) -
                 "a prompt timeline needs one: connect the CLIP without scheduled hooks"
             )
         tensor, options = encoded[0]
-        conditioning.append([tensor, {**options, "longlive_id": number, "longlive_timeline": timeline}])
+        extra = {"longlive_id": number, "longlive_timeline": timeline} | (INACTIVE_IN_KSAMPLER if number else {})
+        conditioning.append([tensor, {**options, **extra}])
     return conditioning, notes
 
 
@@ -102,9 +115,7 @@ class LongLivePromptTimeline(io.ComfyNode):
                     tooltip="Frames per second for the times shown here; 0 takes the model's (24 or 16).",
                 ),
             ],
-            outputs=[
-                io.Conditioning.Output(tooltip="One entry per distinct prompt, with its timing, for the Chunked Sampler. A plain KSampler mixes all of them.")
-            ],
+            outputs=[io.Conditioning.Output(tooltip="One entry per distinct prompt, with its timing. A plain KSampler uses the first prompt only.")],
             hidden=[io.Hidden.unique_id],
         )
 

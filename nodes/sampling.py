@@ -25,13 +25,14 @@ from torch import Tensor
 from ..accel import timeline as timelines
 from ..accel.config import Recipe
 from ..accel.forward import TEXT_ROWS, ChunkCall, chunk_forward, why_not_wan
-from ..accel.geometry import chunks_for, tokens_per_frame
+from ..accel.geometry import WAN21_GRID, WAN22_GRID, chunks_for
 from ..accel.kv_cache import CacheShape, KVCache
 from ..accel.noise import ChunkNoise, NoiseSource, UpstreamNoise
 from ..accel.presets import LONGLIVE_1, LONGLIVE_2
 from ..accel.sampler import ChunkLoop, ChunkPlan, Clamp, LoopOptions, Video
 from ..accel.state import LongLiveState, ModelSignature, snapshot
 from ..accel.window import Window
+from .prompts import prompt_entries
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +241,8 @@ class _Job:
         if clamps and first_chunk:
             raise ValueError("a start image only fits the beginning of a video, and this run continues one; use an empty latent without a start image")
         if plans is None:
-            plans, entries, said = _plan_prompts(positive, batch, num_chunks, recipe, first_chunk)
+            fps = (latent.get("longlive") or {}).get("fps") or recipe.fps
+            plans, entries, said = _plan_prompts(positive, batch, num_chunks, recipe.chunk_frames, fps, first_chunk)
             notes += said
             prompt_index = {name: index for index, name in enumerate(dict.fromkeys(plan.prompt for plan in plans))}
         else:
@@ -469,13 +471,9 @@ def _video_tensor(samples: Tensor, channels: int, what: str, model: comfy.model_
 
 
 def _check_grid(height: int, width: int, channels: int) -> int:
-    pixels = 16 if channels == 48 else 8
-    if height % 2 or width % 2:
-        raise ValueError(
-            f"the latent is {height}x{width} (rows x columns), which is {height * pixels}x{width * pixels} pixels; both sides must be multiples of "
-            f"{2 * pixels} pixels, for example {(height + height % 2) * pixels}x{(width + width % 2) * pixels}"
-        )
-    return tokens_per_frame(height, width)
+    """Tokens per latent frame; raises ValueError, in pixels, when the size is off the grid."""
+    grid = WAN22_GRID if channels == WAN22_GRID.channels else WAN21_GRID
+    return grid.latent_size(width * grid.spatial, height * grid.spatial).tokens_per_frame
 
 
 def _check_state(state: LongLiveState, signature: ModelSignature, request: SamplingRequest) -> None:
@@ -524,7 +522,7 @@ def _clamps(model: comfy.model_patcher.ModelPatcher, samples: Tensor, mask: Tens
     return clamps
 
 
-def _plan_prompts(positive: list, batch: int, num_chunks: int, recipe: Recipe, first_chunk: int) -> tuple[list[ChunkPlan], list, list[str]]:
+def _plan_prompts(positive: list, batch: int, num_chunks: int, chunk_frames: int, fps: float, first_chunk: int) -> tuple[list[ChunkPlan], list, list[str]]:
     """Turn CONDITIONING into one plan per chunk and one core condition per distinct set of prompts."""
     if not positive:
         raise ValueError("the positive CONDITIONING is empty; connect a CLIP Text Encode or a Prompt Timeline node")
@@ -542,9 +540,9 @@ def _plan_prompts(positive: list, batch: int, num_chunks: int, recipe: Recipe, f
     if any(entry[1]["longlive_timeline"] != timeline for entry in found):
         raise ValueError("the positive CONDITIONING combines two Prompt Timelines; put all prompts into one")
     _check_rows(timeline.rows, batch)
-    by_id = {entry[1]["longlive_id"]: entry for entry in found}
-    chunks = timelines.schedule(timeline, num_chunks, recipe.chunk_frames, recipe.fps, first_chunk=first_chunk)
-    snapped = timelines.snap(timeline, recipe.chunk_frames, recipe.fps, first_chunk=first_chunk, num_chunks=num_chunks)
+    by_id = prompt_entries(found)
+    chunks = timelines.schedule(timeline, num_chunks, chunk_frames, fps, first_chunk=first_chunk)
+    snapped = timelines.snap(timeline, chunk_frames, fps, first_chunk=first_chunk, num_chunks=num_chunks)
     plans = [ChunkPlan(chunk.prompts, chunk.is_cut, chunk.is_switch) for chunk in chunks]
     entries = []
     for prompts in dict.fromkeys(plan.prompt for plan in plans):

@@ -10,7 +10,7 @@ from longlive.accel.presets import LONGLIVE_2
 from longlive.accel.sampler import ChunkPlan
 from longlive.accel.timeline import CUT_PREFIX, Timeline, schedule
 from longlive.nodes.node_text import show_text
-from longlive.nodes.prompts import LongLivePromptTimeline
+from longlive.nodes.prompts import LongLivePromptTimeline, prompt_entries
 from longlive.nodes.sampling import SamplingRequest, sample_video
 from longlive.tests.nodes.tiny_wan import tiny_wan
 
@@ -141,6 +141,32 @@ def test_the_chunked_sampler_gives_each_chunk_its_prompt():
     single = sample_video(model, plain[:1], None, latent, request).latent["samples"]
     assert torch.equal(single[:, :, :2], result[:, :, :2])
     assert (single[:, :, 2:4] - result[:, :, 2:4]).abs().max() > 1e-4
+
+
+def test_a_plain_ksampler_uses_the_first_prompt_alone():
+    import comfy.sample
+
+    conditioning, _ = run("A fox.\n0:05 cut A den.")
+    model = tiny_wan(48)
+    noise = torch.randn((1, 48, 2, 4, 4), generator=torch.Generator().manual_seed(1))
+
+    def sample(positive):
+        return comfy.sample.sample(model, noise, 2, 1.0, "euler", "simple", positive, positive, torch.zeros_like(noise), disable_pbar=True)
+
+    first = sample(conditioning[:1])
+    assert first.std() > 0
+    assert torch.equal(sample(conditioning), first)
+    # Without the mark both prompts would be mixed.
+    mixed = sample(list(prompt_entries(conditioning).values()))
+    assert (mixed - first).abs().max() > 1e-5
+
+
+def test_prompt_entries_are_active_and_leave_the_original_alone():
+    conditioning, _ = run("A fox.\n0:05 cut A den.")
+    entries = prompt_entries([*conditioning, [torch.zeros(1), {"other": 1}]])
+    assert sorted(entries) == [0, 1, 2]
+    assert all("start_percent" not in options for _, options in entries.values())
+    assert conditioning[1][1]["start_percent"] == 1.0
 
 
 def test_text_goes_to_the_node_of_a_running_server(monkeypatch):
