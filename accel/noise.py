@@ -7,7 +7,7 @@ back after each step but the last).
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -49,25 +49,45 @@ class ChunkNoise:
         return self._draw(chunk, step + 1)
 
 
-@dataclass(frozen=True)
+@dataclass
 class UpstreamNoise:
     """Upstream's order: one draw of ``(B, frames, C, H, W)`` for the whole video, sliced per chunk; 1.0's fresh noise follows from the same generator.
 
-    Drawn on the CPU in float32; upstream draws on the GPU in BF16, so its pictures are not repeated, only its order. The draw depends on the video's length.
+    Drawn on the CPU in float32; upstream draws on the GPU in BF16, so its pictures are not repeated, only its order. The draw depends on the video's length:
+    ``num_chunks`` from ``first_chunk`` on, with ``steps`` denoising steps each. Everything is a function of these numbers; what was drawn last is kept.
     """
 
     seed: int
     shape: tuple[int, int, int, int, int]
     num_chunks: int
+    first_chunk: int = 0
+    steps: int = 4
+    _generator: torch.Generator | None = field(default=None, repr=False)
+    _noise: Tensor | None = field(default=None, repr=False)
+    _fresh_drawn: int = 0
 
     def initial(self, chunk: int) -> Tensor:
-        batch, channels, frames, height, width = self.shape
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn((batch, frames * self.num_chunks, channels, height, width), generator=generator)
-        return noise[:, chunk * frames : (chunk + 1) * frames].transpose(1, 2).contiguous()
+        if self._noise is None:
+            self._restart()
+        frames = self.shape[2]
+        start = (chunk - self.first_chunk) * frames
+        return self._noise[:, start : start + frames].transpose(1, 2).contiguous()
 
     def fresh(self, chunk: int, step: int) -> Tensor:
-        return ChunkNoise(self.seed, self.shape).fresh(chunk, step)
+        index = (chunk - self.first_chunk) * (self.steps - 1) + step
+        if self._noise is None or self._fresh_drawn > index:
+            self._restart()
+        batch, channels, frames, height, width = self.shape
+        while self._fresh_drawn <= index:  # a continued video leaves out what its earlier chunks took
+            drawn = torch.randn((batch, frames, channels, height, width), generator=self._generator)
+            self._fresh_drawn += 1
+        return drawn.transpose(1, 2).contiguous()
+
+    def _restart(self) -> None:
+        batch, channels, frames, height, width = self.shape
+        self._generator = torch.Generator().manual_seed(self.seed)
+        self._noise = torch.randn((batch, frames * self.num_chunks, channels, height, width), generator=self._generator)
+        self._fresh_drawn = 0
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class ChunkLoop:
         device: torch.device,
         on_forward: Callable[[int, int, Tensor], None] | None = None,
     ) -> None:
-        """``on_forward(chunk, step, x0)`` is called after each forward; step == steps means the clean pass."""
+        """``on_forward(chunk, step, x0)`` is called after each forward of a chunk; step == steps means its clean pass. Passes that rebuild are not told."""
         self.network, self.recipe, self.options, self.video = network, recipe, options, video
         self.caches, self.device, self.on_forward = caches, device, on_forward
         self.memo = Memo()
@@ -122,6 +122,7 @@ class ChunkLoop:
             start = self.video.num_frames
             self.video.offsets += [0.0] * length
             self._commit(x.to(self.device), start, plan.prompt)
+            self._tell(self.recipe.steps, x)
             self._finish(x)
 
     def run(self, plan: ChunkPlan, noise: NoiseSource, clamp: Clamp | None = None) -> Tensor:
@@ -139,6 +140,7 @@ class ChunkLoop:
         if pins and self.options.clean_recache:
             video.window.forget_history(start)
         self._commit(x, start, plan.prompt)
+        self._tell(recipe.steps, x)
         if pins:
             video.window.pin(length)
         self._finish(x)
@@ -192,8 +194,7 @@ class ChunkLoop:
             call = self._call(timesteps, self.video.window.enter(start, length), frames, commit=False)
             flow = self.network.flow(x, sigma, call, prompt)
             x0 = x - sigma * flow
-            if self.on_forward is not None:
-                self.on_forward(self.video.next_chunk, step, x0)
+            self._tell(step, x0)
             if recipe.solver == "unipc":
                 x = solver.step(x, flow)
             elif after > 0:
@@ -206,8 +207,10 @@ class ChunkLoop:
         length = x.shape[2]
         placement = self.video.window.enter(start, length, rewrite_sink=rewrite_sink)
         self.network.commit(x, self._call([0.0] * length, placement, range(start, start + length), commit=True), prompt)
+
+    def _tell(self, step: int, x0: Tensor) -> None:
         if self.on_forward is not None:
-            self.on_forward(self.video.next_chunk, self.recipe.steps, x)
+            self.on_forward(self.video.next_chunk, step, x0)
 
     def _finish(self, x: Tensor) -> None:
         self.video.latents.append(x.detach().to("cpu", torch.float32, copy=True))
