@@ -196,8 +196,8 @@ def _not_flash_attn_4(problem: Problem) -> str | None:
 def _not_cudnn(problem: Problem) -> str | None:
     if problem.is_grouped:
         return f"needs as many key heads as query heads, got {problem.kv_heads} and {problem.heads}"
-    if problem.k_len < 2:
-        return "takes two keys or more, got one"  # cuDNN 9.19 through torch 2.11 on sm_90: no kernel
+    if problem.k_len == 1:
+        return f"takes two keys or more, got {problem.k_len}"  # cuDNN 9.19 through torch 2.11 on sm_90: no kernel
     return _too_many_batches(problem) or _not_half_dense(problem, 128)
 
 

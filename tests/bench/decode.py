@@ -13,8 +13,6 @@ by is in the line "one-shot"). Memory is torch's peak, in 10^9 bytes, weights in
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import platform
@@ -24,9 +22,9 @@ import sys
 import time
 import types
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import torch
+from stand_in import StandIn
 
 ROOT = Path(__file__).resolve().parents[2]
 # The package without its ComfyUI entry point, which a machine without a full ComfyUI could not import.
@@ -47,34 +45,11 @@ VARIANTS = {
 }
 
 
-class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Answers for a package of core's memory manager that decoding does not call; used where it is not installed, and said."""
-
-    NAMES = ("comfy_aimdo",)
-
-    def __init__(self) -> None:
-        self.used: set[str] = set()
-
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] not in self.NAMES:
-            return None
-        self.used.add(name.split(".")[0])
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = MagicMock(name=spec.name)
-        module.__path__ = []
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
 def core_vae(comfy: Path, cpu: bool) -> type[torch.nn.Module]:
     """Core's Wan 2.2 VAE class; exits with the missing package's name where core's files need one more."""
     sys.path.insert(0, str(comfy))
     sys.argv = sys.argv[:1]
-    stand_in = _StandIn()
+    stand_in = StandIn("comfy_aimdo")  # core's memory manager, which decoding does not call
     sys.meta_path.append(stand_in)
     try:
         from comfy.cli_args import args
