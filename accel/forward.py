@@ -7,6 +7,7 @@ and puts the window where plain self-attention had only the chunk. Mathematics: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from .window import Placement
 
 TEXT_ROWS = 512  # part of the model's contract: zero rows are attended to as well
 NEEDED = ("patch_embedding", "text_embedding", "time_embedding", "time_projection", "blocks", "head", "unpatchify", "patch_size", "freq_dim", "dim")
+WALKED = (*NEEDED, "rope_embedder")
 NEEDED_IN_BLOCK = ("norm1", "norm2", "norm3", "modulation", "ffn")
 NEEDED_IN_ATTENTION = ("q", "k", "v", "o", "norm_q", "norm_k", "num_heads")
 
@@ -37,6 +39,12 @@ def why_not_wan(dit: nn.Module) -> str | None:
         return f"{type(dit).__name__} lacks {', '.join(missing)}"
     if hasattr(dit.blocks[0].cross_attn, "k_img"):
         return f"{type(dit).__name__} is an image-to-video model with image cross-attention"
+    takes, gives = dit.patch_embedding.weight.shape[1], dit.head.head.out_features // math.prod(dit.patch_size)
+    if takes != gives:
+        return f"it takes {takes} latent channels and gives {gives}, as image-to-video and control models do"
+    unknown = [name for name, part in dit.named_children() if name not in WALKED and any(True for _ in part.parameters())]
+    if unknown:
+        return f"{type(dit).__name__} has parts that a KV-cached forward has no place for: {', '.join(unknown)}"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from ..accel import timeline as timelines
 from ..accel.config import Recipe
 from ..accel.forward import TEXT_ROWS, ChunkCall, chunk_forward, why_not_wan
-from ..accel.geometry import WAN21_GRID, WAN22_GRID, chunks_for
+from ..accel.geometry import TEMPORAL_COMPRESSION, WAN21_GRID, WAN22_GRID, chunks_for, latent_frames_for, pixel_frames_of
 from ..accel.kv_cache import CacheShape, KVCache
 from ..accel.noise import ChunkNoise, NoiseSource, UpstreamNoise
 from ..accel.presets import LONGLIVE_1, LONGLIVE_2
@@ -44,6 +45,18 @@ COND, UNCOND = 0, 1  # core's cond_or_uncond
 PARK_MODES = ("light", "exact", "none")
 # Model inputs that a KV-cached forward has no place for.
 _UNSUPPORTED_INPUTS = ("clip_fea", "time_dim_concat", "reference_latent", "context_latents", "control")
+# Options of core CONDITIONING that act on a part of the picture or the steps, or feed such an input.
+_UNSUPPORTED_OPTIONS = {
+    "area": "an area of the picture",
+    "mask": "a mask of the picture",
+    "control": "a control net",
+    "gligen": "GLIGEN boxes",
+    "reference_latents": "reference latents",
+    "clip_vision_output": "a CLIP vision image",
+    "concat_latent_image": "an image for image-to-video models (a start image enters through the latent: Wan22ImageToVideoLatent)",
+    "time_dim_concat": "latents to join in time",
+    "context_latents": "context latents",
+}
 
 
 @dataclass(frozen=True)
@@ -106,8 +119,8 @@ def sample_video(
     clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, WRAPPER_KEY, sampler.prepare_sampling)
     guider = comfy.samplers.CFGGuider(clone)
     conditions = {"positive": job.entries}
-    if negative is not None:
-        conditions["negative"] = negative
+    if job.negative is not None:
+        conditions["negative"] = job.negative
     guider.inner_set_conds(conditions)
     guider.set_cfg(request.cfg)
     callback = latent_preview.prepare_callback(clone, job.total_forwards)
@@ -116,21 +129,24 @@ def sample_video(
     sigmas = torch.tensor(job.sigmas)
     try:
         samples = guider.sample(chunk, chunk, sampler, sigmas, callback=callback, disable_pbar=True, seed=request.seed)
-    except comfy.model_management.OOM_EXCEPTION as error:
-        if not isinstance(error, torch.OutOfMemoryError) or not sampler.caches:
+    except BaseException as error:  # an interrupt is none of the others
+        in_loop = bool(sampler.caches)
+        sampler.release()
+        _forget_frames(error)
+        if not isinstance(error, torch.OutOfMemoryError) or not in_loop:
             raise  # not about memory, or already in our words
         free = comfy.model_management.get_free_memory(clone.load_device)
         raise torch.OutOfMemoryError(
             f"memory ran out in chunk {sampler.video.next_chunk} of {job.num_chunks}: the KV cache holds {job.cache_bytes / 1e9:.2f} GB and "
             f"{free / 1e9:.2f} GB are free on {clone.load_device}; a smaller window or a smaller picture needs less ({error})"
         ) from error
-    finally:
-        sampler.release()
+    sampler.release()
     report = job.report(sampler, clone)
     result = dict(latent)
     result.pop("noise_mask", None)
     result.pop("batch_index", None)
     result["samples"] = samples.to(comfy.model_management.intermediate_device(), comfy.model_management.intermediate_dtype())
+    _put_back(result["samples"], job, latent, extend)
     result["longlive"] = job.latent_note(latent, report)
     final = None
     if request.park != "none":
@@ -138,9 +154,32 @@ def sample_video(
     return SamplingResult(result, final, report)
 
 
+def _forget_frames(error: BaseException) -> None:
+    """Empty the frames that ``error`` passed through: they hold views of the window, which would live as long as somebody keeps the error."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _put_back(samples: Tensor, job: _Job, latent: dict, extend: dict | None) -> None:
+    """Write what was given over its copy that went through the model's normalisation and back, so that it is the same to the last bit."""
+    if job.given is not None:
+        count = job.given.shape[2]
+        samples[:, :, :count] = extend["samples"][:, :, :count]
+    for chunk, clamp in job.clamps.items():
+        start = chunk * clamp.mask.shape[2]
+        given = latent["samples"][:, :, start : start + clamp.mask.shape[2]].to(samples)
+        part = samples[:, :, start : start + given.shape[2]]
+        part.copy_(torch.where(clamp.mask[:, :, : given.shape[2]].to(samples.device) == 0, given, part))
+
+
 def _noise(job: _Job, request: SamplingRequest) -> NoiseSource:
     if request.upstream_noise:
-        return UpstreamNoise(request.seed, job.chunk_shape, job.num_chunks + (job.state.to_video().next_chunk if job.state else 0))
+        # Upstream knows no states: a continued video is drawn as the whole it belongs to. An extended one starts at its own row 0.
+        first = 0 if job.state is not None else job.first_chunk
+        return UpstreamNoise(request.seed, job.chunk_shape, job.first_chunk - first + job.num_chunks, first, request.recipe.steps)
     return ChunkNoise(request.seed, job.chunk_shape)
 
 
@@ -154,9 +193,11 @@ class _Job:
     clamps: dict[int, Clamp]
     plans: list[ChunkPlan]
     entries: list
+    negative: list | None
     prompt_index: dict[object, int]
     chunk_shape: tuple[int, int, int, int, int]
     asked_frames: int
+    asked_pixel_frames: int | None
     num_chunks: int
     first_chunk: int
     signature: ModelSignature
@@ -197,9 +238,10 @@ class _Job:
         reason = why_not_wan(dit)
         if reason is not None:
             raise ValueError(f"the Chunked Sampler runs Wan text-to-video models with LongLive weights, and this MODEL is not one: {reason}")
-        for key in ("multigpu_clones", "context_handler"):
-            if model.model_options.get(key) is not None:
-                raise ValueError(f"the MODEL carries {key.replace('_', ' ')}, which a KV cache cannot follow; remove that node before the Chunked Sampler")
+        copies, windows = model.get_additional_models_with_key("multigpu"), model.model_options.get("context_handler")
+        for what, found in (("copies on several devices", copies), ("context windows", windows)):
+            if found:
+                raise ValueError(f"the MODEL carries {what}, which a KV cache cannot follow; remove that node before the Chunked Sampler")
         if request.cfg != 1.0 and negative is None:
             raise ValueError(f"CFG {request.cfg:g} needs a negative prompt and none is connected; connect one, or set CFG to 1 (LongLive's own value)")
 
@@ -208,11 +250,7 @@ class _Job:
         batch, channels, asked, height, width = samples.shape
         frame_tokens = _check_grid(height, width, channels)
         chunk_frames = recipe.chunk_frames
-        num_chunks = chunks_for(asked, chunk_frames)
-        if num_chunks * chunk_frames != asked:
-            notes.append(
-                f"asked for {asked} latent frames; chunks have {chunk_frames}, so {num_chunks * chunk_frames} are made and VAE Stream Decode drops the rest"
-            )
+        note = latent.get("longlive") or {}
         signature = ModelSignature(channels, dit.dim, len(dit.blocks), batch, height, width, _fingerprint(dit))
 
         given, first_chunk = None, 0
@@ -236,12 +274,26 @@ class _Job:
             given = model.model.process_latent_in(given[:, :, :whole].to(torch.float32))
             first_chunk = whole // chunk_frames
 
+        asked_pixels = note.get("asked_pixel_frames")
+        if asked_pixels is not None and latent_frames_for(asked_pixels) != asked:
+            asked_pixels = None  # another node has changed the latent's length since
+        if asked_pixels is not None and first_chunk:
+            # The new part's first latent frame is not the video's first, so it stands for four pixel frames instead of one.
+            asked = -(-asked_pixels // TEMPORAL_COMPRESSION)
+        num_chunks = chunks_for(asked, chunk_frames)
+        if num_chunks * chunk_frames != asked:
+            notes.append(
+                f"asked for {asked} latent frames; chunks have {chunk_frames}, so {num_chunks * chunk_frames} are made and VAE Stream Decode drops the rest"
+            )
+        if request.options.clean_recache and not (recipe.shot_pin and recipe.sink_frames):
+            notes.append("clean_recache has no effect: it needs shot pinning and a sink")
+
         mask = latent.get("noise_mask")
         clamps = {} if mask is None else _clamps(model, samples, mask, chunk_frames, num_chunks, first_chunk)
         if clamps and first_chunk:
             raise ValueError("a start image only fits the beginning of a video, and this run continues one; use an empty latent without a start image")
         if plans is None:
-            fps = (latent.get("longlive") or {}).get("fps") or recipe.fps
+            fps = note.get("fps") or recipe.fps
             plans, entries, said = _plan_prompts(positive, batch, num_chunks, recipe.chunk_frames, fps, first_chunk)
             notes += said
             prompt_index = {name: index for index, name in enumerate(dict.fromkeys(plan.prompt for plan in plans))}
@@ -249,9 +301,22 @@ class _Job:
             entries = positive
             prompt_index = {index: index for index in range(len(entries))}
 
-        dtype = request.kv_dtype or model.model.get_dtype_inference()
-        cache_shape = CacheShape(len(dit.blocks), batch, recipe.window_frames, frame_tokens, dit.dim, dtype)
         uncond = request.cfg != 1.0 or (negative is not None and model.model_options.get("disable_cfg1_optimization", False))
+        if uncond:
+            if len(negative) != 1:
+                raise ValueError(f"the negative CONDITIONING holds {len(negative)} prompts; a KV-cached video has one: connect one CLIP Text Encode node")
+            _check_rows(negative[0][0].shape[0], batch)
+            _check_conditioning("negative", negative)
+            negative = _padded(negative, notes)
+        else:
+            negative = None
+        _check_conditioning("positive", entries)
+        entries = _padded(entries, notes)
+
+        dtype = request.kv_dtype or _compute_dtype(model)
+        if state is not None and state.parked is not None:
+            _check_parked(state, dtype)
+        cache_shape = CacheShape(len(dit.blocks), batch, recipe.window_frames, frame_tokens, dit.dim, dtype)
         if request.park == "exact":
             _check_host_room(cache_shape.num_bytes * (2 if uncond else 1))
         return cls(
@@ -261,9 +326,11 @@ class _Job:
             clamps=clamps,
             plans=list(plans),
             entries=entries,
+            negative=negative,
             prompt_index=prompt_index,
             chunk_shape=(batch, channels, chunk_frames, height, width),
             asked_frames=asked,
+            asked_pixel_frames=asked_pixels,
             num_chunks=num_chunks,
             first_chunk=first_chunk,
             signature=signature,
@@ -307,13 +374,9 @@ class _Job:
         """What travels with the LATENT: the asked length of the whole video, old part included, and the report."""
         before = dict(latent.get("longlive") or {})
         old_frames = self.first_chunk * self.request.recipe.chunk_frames
-        asked_pixels = before.get("asked_pixel_frames")
-        if asked_pixels is not None and old_frames:
-            # The new part's first latent frame is not the video's first, so it stands for four pixel frames instead of one.
-            asked_pixels = asked_pixels + 4 * old_frames
         return {
             "asked_frames": old_frames + self.asked_frames,
-            "asked_pixel_frames": asked_pixels,
+            "asked_pixel_frames": None if self.asked_pixel_frames is None else pixel_frames_of(old_frames) + self.asked_pixel_frames,
             "fps": before.get("fps") or self.request.recipe.fps,
             "chunk_frames": self.request.recipe.chunk_frames,
             "recipe": self.request.recipe.name,
@@ -347,17 +410,19 @@ class _ChunkSampler(comfy.samplers.Sampler):
         if cache + working > free:
             raise torch.OutOfMemoryError(f"{need}; {free / 1e9:.2f} GB are free on {device}, so {(cache + working - free) / 1e9:.2f} GB are missing: {advice}")
         try:
-            self.caches = {branch: KVCache(shape, device) for branch in self.job.branches}
+            for branch in self.job.branches:
+                self.caches[branch] = KVCache(shape, device)
         except torch.OutOfMemoryError as error:
-            self.caches = {}
+            self.caches.clear()
             raise torch.OutOfMemoryError(f"{need}; {free / 1e9:.2f} GB were free on {device} and the allocation failed: {advice}") from error
         return executor(model, *args, **kwargs)
 
     def release(self) -> None:
         """Let go of all cache memory, also after an interrupt or an error."""
-        self.caches = {}
+        self.caches.clear()  # the chunk loop holds the same dict
         self._wrap = self._entries = self._extra = None
 
+    @torch.no_grad()
     def sample(
         self,
         model_wrap: comfy.samplers.CFGGuider,
@@ -412,6 +477,7 @@ class _ChunkSampler(comfy.samplers.Sampler):
         self._call_model(x, 0.0, call, prompt)
 
     def _call_model(self, x: Tensor, sigma: float, call: ChunkCall, prompt: object) -> Tensor:
+        comfy.model_management.throw_exception_if_processing_interrupted()
         entry = self._entries["positive"][self.job.prompt_index[prompt]]
         self._wrap.conds = {**self._entries, "positive": [entry]}
         model_options = dict(self._extra["model_options"])
@@ -467,6 +533,8 @@ def _video_tensor(samples: Tensor, channels: int, what: str, model: comfy.model_
             f"{what} has {kinds.get(samples.shape[1], f'{samples.shape[1]} channels')} and the model needs {kinds.get(channels, f'{channels} channels')}; "
             "set the release in Empty LongLive Latent to the model's"
         )
+    if samples.shape[2] < 1:
+        raise ValueError(f"{what} has 0 latent frames; at least 1 is needed")
     return samples
 
 
@@ -486,8 +554,20 @@ def _check_state(state: LongLiveState, signature: ModelSignature, request: Sampl
         old, new = getattr(state.recipe, name), getattr(request.recipe, name)
         if old != new:
             raise ValueError(f"the state was made with {label} {old} and now {label} {new} is asked; set it back to {old}, or start a new video")
-    if state.options.relative_rope != request.options.relative_rope:
-        raise ValueError("the state was made with the other setting of relative RoPE, so its keys do not fit; set it back, or start a new video")
+    for name, label in (("relative_rope", "relative RoPE"), ("time_scale", "time scale")):
+        old, new = getattr(state.options, name), getattr(request.options, name)
+        if old != new:
+            raise ValueError(f"the state was made with {label} {old} and now {label} {new} is asked, so its keys do not fit; set it back, or start a new video")
+
+
+def _check_parked(state: LongLiveState, dtype: torch.dtype) -> None:
+    found = next(iter(state.parked.values())).dtype
+    if found != dtype:
+        names = [str(value).removeprefix("torch.") for value in (found, dtype)]
+        raise ValueError(
+            f"the state's keys and values are {names[0]} and a KV cache of {names[1]} is asked, which could not continue bit-equal; "
+            f"set kv_dtype to {names[0]}, or save the state as light"
+        )
 
 
 def _check_host_room(needed: int) -> None:
@@ -504,6 +584,11 @@ def _fingerprint(dit: torch.nn.Module) -> str:
     return hashlib.blake2b(weight.contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
+def _compute_dtype(model: comfy.model_patcher.ModelPatcher) -> torch.dtype:
+    """What the model computes in, also where a node has set it on the patcher (core's ModelComputeDtype)."""
+    return model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
+
+
 def _clamps(model: comfy.model_patcher.ModelPatcher, samples: Tensor, mask: Tensor, chunk_frames: int, num_chunks: int, first_chunk: int) -> dict[int, Clamp]:
     """Slice start image and mask per chunk; only chunks that hold given parts get an entry."""
     mask = comfy.sampler_helpers.prepare_mask(mask, samples.shape, "cpu")[:, :1].to(torch.float32)
@@ -517,7 +602,10 @@ def _clamps(model: comfy.model_patcher.ModelPatcher, samples: Tensor, mask: Tens
     clamps = {}
     for chunk, (part, given) in enumerate(zip(mask.split(chunk_frames, dim=2), latent.split(chunk_frames, dim=2), strict=True)):
         if not bool((part == 1).all()):
-            shares = tuple(part[0].mean(dim=(0, 2, 3)).tolist())
+            rows = part.mean(dim=(1, 3, 4))
+            if not torch.equal(rows, rows[:1].expand_as(rows)):
+                raise ValueError("the noise_mask must keep the same frames in every row of the batch, because a frame has one timestep; sample the rows alone")
+            shares = tuple(rows[0].tolist())
             clamps[chunk] = Clamp(given.to(device), part.to(device), shares)
     return clamps
 
@@ -554,6 +642,27 @@ def _plan_prompts(positive: list, batch: int, num_chunks: int, chunk_frames: int
 def _check_rows(rows: int, batch: int) -> None:
     if rows not in (1, batch):
         raise ValueError(f"there are {rows} prompts side by side and the latent's batch is {batch}; give one prompt, or one for each of the {batch} videos")
+
+
+def _check_conditioning(which: str, entries: list) -> None:
+    """Refuse what core would apply by leaving forwards out or cropping them: keys and values would be missing without a word."""
+    for _, options in entries:
+        found = [label for name, label in _UNSUPPORTED_OPTIONS.items() if options.get(name) is not None]
+        if options.get("start_percent", 0.0) > 0.0 or options.get("end_percent", 1.0) < 1.0:
+            found.append("a timestep range")
+        if found:
+            raise ValueError(
+                f"the {which} CONDITIONING carries {' and '.join(found)}, which a KV-cached forward has no place for: "
+                "a prompt holds for the whole picture and all steps of its chunks; remove that node"
+            )
+
+
+def _padded(entries: list, notes: list[str]) -> list:
+    """Bring every prompt to the rows that the model reads; core would fill a shorter one up with repeats when it batches two."""
+    longest = max(tensor.shape[1] for tensor, _ in entries)
+    if longest > TEXT_ROWS:
+        notes.append(f"a prompt has {longest} rows of text; the model reads the first {TEXT_ROWS}")
+    return [[_text_rows(tensor), options] for tensor, options in entries]
 
 
 def _text_rows(tensor: Tensor) -> Tensor:
