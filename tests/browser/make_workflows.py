@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser.frontend import Frontend  # noqa: E402
+from browser.layout import place  # noqa: E402
 from host.install import Installer  # noqa: E402
 from host.locate import Host, find_existing  # noqa: E402
 from host.server import Client, Server  # noqa: E402
@@ -45,11 +46,16 @@ SHOW = """([rectangle, clear, limit]) => {
     app.canvas.setDirty(true, true);
     return {x: clear[0], y: clear[1], width: width * scale, height: height * scale};
 }"""
-# The rectangle around all nodes with their title bars and name badges, and a margin.
+# The rectangle around all nodes with their title bars and name badges, groups and bends of links, and a margin.
 BOUNDS = """() => {
     const nodes = app.graph.nodes, margin = 24, above = 56;
-    const left = Math.min(...nodes.map(n => n.pos[0])) - margin, top = Math.min(...nodes.map(n => n.pos[1])) - above - margin;
-    const right = Math.max(...nodes.map(n => n.pos[0] + n.size[0])) + margin, bottom = Math.max(...nodes.map(n => n.pos[1] + n.size[1])) + margin;
+    const boxes = [
+        ...nodes.map(n => [n.pos[0], n.pos[1] - above, n.pos[0] + n.size[0], n.pos[1] + n.size[1]]),
+        ...app.graph.groups.map(g => [g.pos[0], g.pos[1], g.pos[0] + g.size[0], g.pos[1] + g.size[1]]),
+        ...[...app.graph.reroutes.values()].map(r => [r.pos[0], r.pos[1], r.pos[0], r.pos[1]]),
+    ];
+    const left = Math.min(...boxes.map(b => b[0])) - margin, top = Math.min(...boxes.map(b => b[1])) - margin;
+    const right = Math.max(...boxes.map(b => b[2])) + margin, bottom = Math.max(...boxes.map(b => b[3])) + margin;
     return [left, top, right - left, bottom - top];
 }"""
 
@@ -75,24 +81,27 @@ def make(host: Host, names: list[str]) -> None:
         (base / "models" / folder / name).touch()
     with Server(host, base, packs) as server, Frontend(server.url) as frontend:
         frontend.page.set_viewport_size(VIEWPORT)
-        for setting in ("Comfy.Graph.CanvasInfo", "Comfy.Graph.CanvasMenu"):
-            frontend.page.evaluate("(setting) => app.extensionManager.setting.set(setting, false)", setting)
+        # No badges over the canvas, the classic nodes, and text at every zoom.
+        settings = {"Comfy.Graph.CanvasInfo": False, "Comfy.Graph.CanvasMenu": False, "Comfy.VueNodes.Enabled": False, "LiteGraph.Canvas.MinFontSizeForLOD": 0}
+        for setting, value in settings.items():
+            frontend.page.evaluate("([setting, value]) => app.extensionManager.setting.set(setting, value)", [setting, value])
+        client = Client(server.url)
         for api in sorted((ROOT / "workflows" / "api").glob("*.json")):
             if not names or api.stem in names:
-                make_workflow(frontend, api)
+                make_workflow(frontend, client, api)
         if not names:
-            ours = [name for name, info in Client(server.url).get("/object_info").items() if info["python_module"] == "custom_nodes.longlive-stream"]
+            ours = [name for name, info in client.get("/object_info").items() if info["python_module"] == "custom_nodes.longlive-stream"]
             for node in ours:
                 make_picture(frontend, node)
 
 
-def make_workflow(frontend: Frontend, api: Path) -> None:
+def make_workflow(frontend: Frontend, client: Client, api: Path) -> None:
     """One API file to its UI twin and thumbnail."""
-    frontend.open_api(json.loads(api.read_text(encoding="utf-8")), api.stem)
+    # The frontend gives an input that is left out what a node of the same id had in the workflow before, so all defaults are put in first.
+    frontend.open_api(client.with_defaults(json.loads(api.read_text(encoding="utf-8"))), api.stem)
     frontend.fix_seeds()
-    # Inputs that the API file leaves out got their defaults; it shall say so itself.
     api.write_text(json.dumps(frontend.prompt(), indent=1) + "\n", encoding="utf-8")
-    arrange(frontend)
+    place(frontend, api.stem)
     workflow = frontend.workflow()
     for node in workflow["nodes"]:
         models = [name for name in node.get("widgets_values", []) if isinstance(name, str) and name in SOURCES]
@@ -102,22 +111,6 @@ def make_workflow(frontend: Frontend, api: Path) -> None:
     target.write_text(json.dumps(workflow, indent=1) + "\n", encoding="utf-8")
     take_picture(frontend, target.with_suffix(".jpg"), 1.0, type="jpeg", quality=80)
     sys.stdout.write(f"{target.name}: {len(workflow['nodes'])} nodes\n")
-
-
-def arrange(frontend: Frontend) -> None:
-    """Give every node the size its widgets need, then lay them out left to right."""
-    frontend.page.evaluate(
-        """() => {
-        for (const node of app.graph.nodes) {
-            const size = node.computeSize();
-            const long = node.widgets?.some(w => w.options?.multiline || w.type === 'customtext');
-            node.setSize([Math.max(size[0], long ? 420 : 300), long ? Math.max(size[1], 260) : size[1]]);
-        }
-        app.graph.arrange(60);
-        app.graph.setDirtyCanvas(true, true);
-    }"""
-    )
-    frontend.page.wait_for_timeout(300)
 
 
 def make_picture(frontend: Frontend, node: str) -> None:
