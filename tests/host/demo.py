@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from .locate import Host, HostError
 from .server import Client, Server
 from .stand_in import with_stand_ins
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def make_video(host: Host, checkout: Path, name: str | None, say: Callable[[str], None]) -> Path:
@@ -64,8 +67,9 @@ class _Progress:
         self.spoken = now
         if not self.server.is_running():
             raise HostError(f"ComfyUI ended while it was generating. The end of its log:\n{self.server.log_tail()}")
-        lines = [line for line in self.server.log_tail(2000).replace("\r", "\n").splitlines() if line.strip()]
-        self.say(f"  {now - self.started:.0f} s: {lines[-1].strip() if lines else 'running'}")
+        log = _COLOURS.sub("", self.server.log_tail(2000)).replace("\r", "\n")
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        self.say(f"  {now - self.started:.0f} s: {lines[-1] if lines else 'running'}")
 
 
 def _has_cuda(host: Host) -> bool:

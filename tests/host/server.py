@@ -145,7 +145,7 @@ class Server:
         return False
 
 
-class QueueError(RuntimeError):
+class QueueError(HostError):
     """The server refused or failed a workflow; ``details`` is its whole answer."""
 
     def __init__(self, message: str, details: object) -> None:
