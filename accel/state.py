@@ -127,8 +127,11 @@ def save_state(state: LongLiveState, path: Path) -> None:
     header = {f.name: getattr(state, f.name) for f in fields(state) if f.name not in ("latents", "parked")}
     header |= {name: asdict(getattr(state, name)) for name in ("signature", "recipe", "options")}
     part = path.with_name(path.name + ".part")
-    save_file(tensors, part, metadata={"format": FORMAT, "version": str(VERSION), "state": json.dumps(header)})
-    part.replace(path)
+    try:
+        save_file(tensors, part, metadata={"format": FORMAT, "version": str(VERSION), "state": json.dumps(header)})
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load_state(path: Path) -> LongLiveState:
@@ -142,13 +145,24 @@ def load_state(path: Path) -> LongLiveState:
                 raise ValueError(f"{path.name} is a safetensors file but not a saved LongLive state; choose a file written by Save LongLive State")
             if metadata.get("version") != str(VERSION):
                 raise ValueError(f"{path.name} has state version {metadata.get('version')}, this package reads version {VERSION}; sample the video again")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            # Copies: a mapped file could not be replaced on Windows, and would change the state where it can.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path.name} cannot be read as a saved LongLive state ({error}); choose a file written by Save LongLive State") from error
-    header = json.loads(metadata["state"])
+    try:
+        state = _from_header(json.loads(metadata["state"]), tensors)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path.name} is a saved LongLive state, but its description is damaged ({type(error).__name__}: {error}); "
+            "choose another file written by Save LongLive State, or sample the video again"
+        ) from error
+    return state
+
+
+def _from_header(header: dict, tensors: dict[str, Tensor]) -> LongLiveState:
     parked = {name[3:]: tensor for name, tensor in tensors.items() if name.startswith("kv.")}
     recipe = header["recipe"] | {"notes": tuple(header["recipe"]["notes"])}
-    return LongLiveState(
+    state = LongLiveState(
         signature=ModelSignature(**header["signature"]),
         recipe=Recipe(**recipe),
         options=LoopOptions(**header["options"]),
@@ -161,3 +175,11 @@ def load_state(path: Path) -> LongLiveState:
         report=header["report"],
         parked=parked or None,
     )
+    if not sum(state.chunk_lengths) == len(state.offsets) == state.num_frames:
+        raise ValueError(f"{sum(state.chunk_lengths)} latent frames are described and {state.num_frames} are there")
+    branches = {name.partition(".")[0] for name in parked}
+    expected = {f"{branch}.{kind}.{layer}" for branch in branches for kind in ("keys", "values") for layer in range(state.signature.layers)}
+    if expected != set(parked):
+        raise ValueError(f"{len(expected)} tensors of keys and values belong to it and {len(parked)} are there")
+    state.to_video()
+    return state

@@ -21,6 +21,21 @@ def _switch(value: str) -> bool | None:
     return {"auto": None, "on": True, "off": False}[value]
 
 
+def _unknown_option(keep_state: str, shot_pinning: str, recache_on_switch: str, kv_dtype: str, noise_order: str) -> str | None:
+    """A sentence about the first option whose value is not known, else None."""
+    asked = (
+        ("keep_state", keep_state, PARK_MODES),
+        ("shot_pinning", shot_pinning, AUTO_ON_OFF),
+        ("recache_on_switch", recache_on_switch, AUTO_ON_OFF),
+        ("kv_dtype", kv_dtype, tuple(KV_DTYPES)),
+        ("noise_order", noise_order, NOISE_ORDERS),
+    )
+    for name, value, known in asked:
+        if value not in known:
+            return f"{name} {value!r} is not known; one of {', '.join(known)} would work"
+    return None
+
+
 def summary(result: SamplingResult, recipe: Recipe) -> str:
     """What ran, for the node and the log."""
     report = result.report
@@ -232,6 +247,10 @@ class LongLiveChunkedSampler(io.ComfyNode):
         extend=None,
         state=None,
     ) -> io.NodeOutput:
+        # A value that comes through a link is not seen by validate_inputs.
+        problem = _unknown_option(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order)
+        if problem is not None:
+            raise ValueError(problem)
         recipe = with_overrides(
             recipe_of(model),
             steps=steps or None,
@@ -268,17 +287,7 @@ class LongLiveChunkedSampler(io.ComfyNode):
         noise_order: str = "per chunk",
     ) -> bool | str:
         # Named here so that core hands them over unchecked: an unknown key then gets our sentence instead of a bare list.
-        asked = (
-            ("keep_state", keep_state, PARK_MODES),
-            ("shot_pinning", shot_pinning, AUTO_ON_OFF),
-            ("recache_on_switch", recache_on_switch, AUTO_ON_OFF),
-            ("kv_dtype", kv_dtype, tuple(KV_DTYPES)),
-            ("noise_order", noise_order, NOISE_ORDERS),
-        )
-        for name, value, known in asked:
-            if value not in known:
-                return f"{name} {value!r} is not known; one of {', '.join(known)} would work"
-        return True
+        return _unknown_option(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order) or True
 
 
 NODES = [LongLiveChunkedSampler]

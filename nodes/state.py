@@ -69,6 +69,9 @@ class LongLiveSaveState(io.ComfyNode):
 
     @classmethod
     def execute(cls, state: LongLiveState, name: str = "video", content: str = "as given") -> io.NodeOutput:
+        problem = _unknown_content(content)
+        if problem is not None:
+            raise ValueError(problem)
         state_folder().mkdir(parents=True, exist_ok=True)
         folder, filename, counter, _, _ = folder_paths.get_save_image_path(name.strip() or "video", str(state_folder()))
         path = Path(folder) / f"{filename}_{counter:05}_{SUFFIX}"
@@ -81,6 +84,10 @@ class LongLiveSaveState(io.ComfyNode):
         text = f"saved {saved}\n{describe(kept)}"
         show_text(cls, text)
         return io.NodeOutput(saved, ui=ui.PreviewText(text))
+
+    @classmethod
+    def validate_inputs(cls, content: str = "as given") -> bool | str:
+        return _unknown_content(content) or True
 
 
 class LongLiveLoadState(io.ComfyNode):
@@ -125,6 +132,10 @@ class LongLiveLoadState(io.ComfyNode):
     def validate_inputs(cls, file: str = "") -> bool | str:
         # The file may be saved by a node of the same graph, so only a name that leaves the folder is refused here.
         return True if _is_inside(state_folder() / file) else f"{file!r} lies outside output/{FOLDER}; choose a file from the list"
+
+
+def _unknown_content(content: str) -> str | None:
+    return None if content in CONTENT else f"content {content!r} is not known; one of {', '.join(CONTENT)} would work"
 
 
 def _is_inside(path: Path) -> bool:
