@@ -149,7 +149,8 @@ _FILES_1 = _files(
 
 
 def _read_me(files: str, text: str, height: int) -> Stack:
-    start = f"### 1. Files\n\n{files}\n\nPut them there and press **R**, so that the loaders find them.\n\n### 2. Run\n\n"
+    start = f"### 1. Files\n\n{files}\n\nPut them there and press **R**, so that the loaders find them. "
+    start += "While one is missing, its loader has a red frame; **View details** at the top right offers the downloads.\n\n### 2. Run\n\n"
     # A line break of this file is none in the note; one before a list or heading is.
     text = re.sub(r"(?<!\n)\n(?![\n#-])", " ", text)
     return (Group("Read me first", ((Note("Start here", start + text, height=height),),)),)
@@ -183,7 +184,7 @@ results.
 - Set its length with `seconds` on **Empty LongLive Latent**. Time grows with it, memory does not.
 - `0`, `-1` and `auto` on the **Chunked Sampler** mean: as the model was made. Leave them.
 """,
-            520,
+            580,
         ),
         (_MODEL, _text(400), _LATENT),
         _sample(_SAMPLER),
@@ -201,7 +202,7 @@ results.
 - Describe people and places again in every shot, in the same words. The model sees the start of the video and of the shot, not your intention.
 - The sampler keeps the first chunk of the video and the first chunk of the shot in view.
 """,
-            520,
+            590,
         ),
         (_MODEL, _text(700), _LATENT),
         _sample(_SAMPLER),
@@ -221,14 +222,20 @@ results.
 
 LongLive 2.0 was trained on text only. A start image works because Wan 2.2 can do it; expect less quality than from text.
 """,
-            560,
+            630,
         ),
         (
             _MODEL,
             _text(330),
             Group(
                 "Start image",
-                ((Item("9", 230), Item("10", 230)), (Item("11", 230), Item("12", 230)), (Item("13", 260), Item("14", 260)), (Item("3", 330), Item("6", 330))),
+                (
+                    (Item("9", 230), Item("10", 230)),
+                    (Item("11", 230), Item("12", 230)),
+                    (Item("13", 260), Item("14", 260)),
+                    (Item("15", 340, 330),),
+                    (Item("3", 330), Item("6", 330)),
+                ),
                 GREEN,
             ),
         ),
@@ -255,7 +262,7 @@ of memory and disk.
 
 Model and size must stay the same.
 """,
-            760,
+            820,
         ),
         (_MODEL, Group("Text and video coding", ((Item("2", 360), Item("3", 360)),), GREEN)),
         (
@@ -279,7 +286,7 @@ Model and size must stay the same.
 - The two videos look alike. Small differences are normal: another implementation rounds differently.
 - For times, see the durations in ComfyUI's log; run twice, since the first run also loads the model.
 """,
-            440,
+            500,
         ),
         (
             Group("Model", ((Item("1", 360, report=250),),), BLUE),
@@ -304,10 +311,19 @@ Model and size must stay the same.
 - **Load LongLive DiT** merges the LoRA into the base while loading. Both files are needed.
 - Prompts change at the start of a chunk (3 latent frames, 0.75 seconds). After a run **Prompt Timeline** shows where.
 """,
-            580,
+            650,
         ),
         (_MODEL, _text(600), _LATENT),
         _sample(_SAMPLER),
         (_DECODE,),
     ),
+}
+
+# The nodes that the thumbnail shows; the whole graph where nothing is said.
+PICTURES: dict[str, tuple[str, ...]] = {
+    "text_to_video_longlive2": ("5",),
+    "timeline_with_cut_longlive2": ("5",),
+    "start_image_longlive2": ("13", "14", "15"),
+    "save_resume_extend_longlive2": ("9", "8", "10", "12"),
+    "prompt_switch_longlive1": ("5",),
 }

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from browser.frontend import Frontend  # noqa: E402
-from browser.layout import place  # noqa: E402
+from browser.layout import PICTURES, place  # noqa: E402
 from host.install import Installer  # noqa: E402
 from host.locate import Host, find_existing  # noqa: E402
 from host.server import Client, Server  # noqa: E402
@@ -33,6 +34,9 @@ SOURCES = {
     "wan2.2_vae.safetensors": (f"{WAN_22}/vae/wan2.2_vae.safetensors", "vae"),
     "wan_2.1_vae.safetensors": (f"{WAN_21}/vae/wan_2.1_vae.safetensors", "vae"),
 }
+PICTURES_FOLDER = ROOT / "nodes" / "web" / "docs" / "img"
+# The workflow that README.md shows as a whole.
+README_PICTURE = "text_to_video_longlive2"
 VIEWPORT = {"width": 1700, "height": 1000}
 # The part of the page without menus: left, top, right and bottom edge in pixels.
 CLEAR = (80, 90, 1680, 980)
@@ -46,14 +50,14 @@ SHOW = """([rectangle, clear, limit]) => {
     app.canvas.setDirty(true, true);
     return {x: clear[0], y: clear[1], width: width * scale, height: height * scale};
 }"""
-# The rectangle around all nodes with their title bars and name badges, groups and bends of links, and a margin.
-BOUNDS = """() => {
-    const nodes = app.graph.nodes, margin = 24, above = 56;
-    const boxes = [
-        ...nodes.map(n => [n.pos[0], n.pos[1] - above, n.pos[0] + n.size[0], n.pos[1] + n.size[1]]),
+# The rectangle around the named nodes with their title bars and name badges and a margin; with no name around everything, groups and bends of links included.
+BOUNDS = """(names) => {
+    const nodes = app.graph.nodes.filter(n => !names?.length || names.includes(String(n.id))), margin = 24, above = 56;
+    const boxes = nodes.map(n => [n.pos[0], n.pos[1] - above, n.pos[0] + n.size[0], n.pos[1] + n.size[1]]);
+    if (!names?.length) boxes.push(
         ...app.graph.groups.map(g => [g.pos[0], g.pos[1], g.pos[0] + g.size[0], g.pos[1] + g.size[1]]),
         ...[...app.graph.reroutes.values()].map(r => [r.pos[0], r.pos[1], r.pos[0], r.pos[1]]),
-    ];
+    );
     const left = Math.min(...boxes.map(b => b[0])) - margin, top = Math.min(...boxes.map(b => b[1])) - margin;
     const right = Math.max(...boxes.map(b => b[2])) + margin, bottom = Math.max(...boxes.map(b => b[3])) + margin;
     return [left, top, right - left, bottom - top];
@@ -109,8 +113,21 @@ def make_workflow(frontend: Frontend, client: Client, api: Path) -> None:
             node["properties"]["models"] = [{"name": name, "url": SOURCES[name][0], "directory": SOURCES[name][1]} for name in models]
     target = ROOT / "workflows" / api.name
     target.write_text(json.dumps(workflow, indent=1) + "\n", encoding="utf-8")
-    take_picture(frontend, target.with_suffix(".jpg"), 1.0, type="jpeg", quality=80)
+    show_drawings(frontend)
+    take_picture(frontend, target.with_suffix(".jpg"), 0.8, PICTURES.get(api.stem, ()), type="jpeg", quality=80)
+    if api.stem == README_PICTURE:
+        take_picture(frontend, PICTURES_FOLDER / "workflow.png", 1.0)
     sys.stdout.write(f"{target.name}: {len(workflow['nodes'])} nodes\n")
+
+
+def show_drawings(frontend: Frontend) -> None:
+    """Run the part of the open workflow that its Preview Image nodes need, so that the picture shows what they show."""
+    previews = [name for name, node in frontend.prompt().items() if node["class_type"] == "PreviewImage"]
+    if previews:
+        # A node gets its picture when it is drawn, so it has to be in view.
+        frontend.page.evaluate(SHOW, [frontend.page.evaluate(BOUNDS, previews), CLEAR, 1.0])
+        frontend.page.evaluate("(nodes) => app.queuePrompt(0, 1, nodes)", previews)
+        frontend.page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'PreviewImage' && n.imgs?.length)", timeout=60_000)
 
 
 def make_picture(frontend: Frontend, node: str) -> None:
@@ -126,15 +143,14 @@ def make_picture(frontend: Frontend, node: str) -> None:
     }""",
         node,
     )
-    target = ROOT / "nodes" / "web" / "docs" / "img" / f"{node}.png"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = PICTURES_FOLDER / f"{node}.png"
     take_picture(frontend, target, 1.0)
     sys.stdout.write(f"{target.name}\n")
 
 
-def take_picture(frontend: Frontend, path: Path, limit: float, **options: object) -> None:
-    """A picture of the whole graph, text boxes included, without the menus around it."""
-    clip = frontend.page.evaluate(SHOW, [frontend.page.evaluate(BOUNDS), CLEAR, limit])
+def take_picture(frontend: Frontend, path: Path, limit: float, nodes: Sequence[str] = (), **options: object) -> None:
+    """A picture of the whole graph or of some nodes, text boxes included, without the menus around it."""
+    clip = frontend.page.evaluate(SHOW, [frontend.page.evaluate(BOUNDS, list(nodes)), CLEAR, limit])
     frontend.page.mouse.move(1690, 600)
     frontend.page.wait_for_timeout(700)
     frontend.page.screenshot(path=str(path), clip=clip, **options)
