@@ -41,10 +41,10 @@ class LoraLayer:
     def rank(self) -> int:
         return self.down.shape[0]
 
-    def delta(self, device: torch.device | None = None) -> Tensor:
+    def delta(self) -> Tensor:
         """Return what is added to the weight, (out, in) float32."""
         # The factor goes onto the thin matrix: scaling the product would be one more pass over the whole weight.
-        return torch.mm(self.up.to(device, torch.float32), self.down.to(device, torch.float32) * self.scale)
+        return torch.mm(self.up.float(), self.down.float() * self.scale)
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,17 @@ class MergeProbe:
 
 @dataclass(frozen=True)
 class AdaptedWeights:
-    """The weights of a checkpoint with an adapter, if any, merged into them as they are asked for, on ``device`` where one is given."""
+    """The weights of a checkpoint with an adapter, if any, merged into them as they are asked for."""
 
     checkpoint: Checkpoint
     adapter: Adapter | None = None
-    device: torch.device | None = None
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return one weight in ``dtype`` (None: as stored), mapped from the file where nothing has to be changed about it."""
         weight = self.checkpoint.tensor(name)
         dtype = dtype or weight.dtype
         if self.adapter is not None and name in self.adapter.layers:
-            return merge(weight, self.adapter.layers[name], dtype, self.device)
+            return merge(weight, self.adapter.layers[name], dtype)
         return weight.to(dtype)
 
 
@@ -132,9 +131,9 @@ def read_adapter(path: str | Path, checkpoint: Checkpoint, *, safetensors_reader
     return Adapter(file.path, layers, len(tensors), tuple(unknown), notes, tuple(remarks))
 
 
-def merge(weight: Tensor, layer: LoraLayer, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return weight + delta, summed in float32 and rounded once to ``dtype``; computed on ``device``, returned where the weight is."""
-    return layer.delta(device).add_(weight.to(device)).to(dtype).to(weight.device)
+def merge(weight: Tensor, layer: LoraLayer, dtype: torch.dtype) -> Tensor:
+    """Return weight + delta, summed in float32 and rounded once to ``dtype``."""
+    return layer.delta().add_(weight).to(dtype)
 
 
 def probe_merge(checkpoint: Checkpoint, adapter: Adapter, *, max_layers: int = MAX_PROBED_LAYERS) -> MergeProbe:

@@ -33,8 +33,6 @@ RECIPE_ATTACHMENT = "longlive_recipe"
 NO_ADAPTER = "none"
 WEIGHT_DTYPES = {"auto": None, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SAVE_MODES = ("off", "DiT", "LoRA", "both", "merged DiT")
-# Room on the device for one merge: the largest linear of the 5B model in float32, twice, and change.
-_MERGE_BYTES = 500_000_000
 _SHOWN_NAMES = 4
 
 
@@ -120,10 +118,7 @@ def load_longlive(
     remarks = list(checkpoint.remarks)
     lora = _read_adapter(checkpoint, adapter, reader, remarks)
     recipe = choose_recipe(checkpoint, lora, release=release, steps=steps, name=name, adapter_name=adapter_name)
-    device = comfy.model_management.get_torch_device()
-    if lora is not None and not comfy.model_management.is_device_cpu(device):
-        comfy.model_management.free_memory(_MERGE_BYTES, device)
-    source = AdaptedWeights(checkpoint, lora, device)
+    source = AdaptedWeights(checkpoint, lora)
     saved = _save(save, source, recipe, _ticker(checkpoint)) if save else ()
     patcher = _build(source, weight_dtype, disable_dynamic, _ticker(checkpoint))
     patcher.cached_patcher_init = (_reload, (path, adapter, weight_dtype, release, steps, weights, name, adapter_name))
@@ -257,7 +252,7 @@ def _save(save: SaveRequest, source: AdaptedWeights, recipe: Recipe | None, tick
         if convert.is_there_already(save.dit, convert.source_note(checkpoint.path, merged.path if merged else None)):
             said.append(f"DiT not saved again: {save.dit} is there already")
         else:
-            convert.save_dit(save.dit, AdaptedWeights(checkpoint, merged, source.device), recipe, tick)
+            convert.save_dit(save.dit, AdaptedWeights(checkpoint, merged), recipe, tick)
             said.append(f"DiT saved for core's Load Diffusion Model: {save.dit}")
     if save.lora is not None:
         if convert.is_there_already(save.lora, convert.source_note(adapter.path)):
