@@ -72,9 +72,11 @@ def main() -> int:
     full = [row for row in rows if row["chunk"] >= 4] or rows[-1:]
     sample, decoded = (statistics.median(row[name] for row in full) for name in ("sample_ms", "decode_ms"))
 
-    z = loop.video.latents[0][:, :, :3].to(options.device, options.dtype)
+    z = loop.video.latents[0][:, :, :4].to(options.device, options.dtype)
     one_shot = vae.decode(z)
-    streamed = decode.error_of(vae, variant, z, one_shot.cpu(), vae.float().decode(z.float()).cpu())
+    truth = vae.float().decode(z.float()).cpu()
+    vae.to(options.dtype)
+    streamed = decode.error_of(vae, variant, z, one_shot.cpu(), truth)
     vae.to("cpu")
     flow_error = sampling._error(options, dit, context, noise, sampling._one_forward(loop, noise), loop.video.latents)
     if not (flow_error < 0.1 and streamed["error_to_float32"] < 0.1):

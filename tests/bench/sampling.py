@@ -189,9 +189,7 @@ def main() -> int:
         print(f"chunk {row['chunk']}: forward {row['forward_ms']:.1f} ms, clean pass {row['clean_ms']:.1f} ms, chunk {row['chunk_ms']:.0f} ms")
     forward = statistics.median(row["forward_ms"] for row in full) if full else float("nan")
     chunk_ms = statistics.median(row["chunk_ms"] for row in full) if full else float("nan")
-    print(
-        f"full window: forward {forward:.1f} ms, chunk of 32 frames {chunk_ms:.0f} ms = {32000 / chunk_ms:.1f} fps without decoding"
-    )
+    print(f"full window: forward {forward:.1f} ms, chunk of 32 frames {chunk_ms:.0f} ms = {32000 / chunk_ms:.1f} fps without decoding")
     if cuda:
         print(f"memory: weights {weights / 1e9:.2f} GB, peak {peak:.2f} GB with the window of {loop.caches[0].shape.num_bytes / 1e9:.2f} GB; wall {wall:.1f} s")
     if options.json:
