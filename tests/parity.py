@@ -3,8 +3,8 @@
     python tests/parity.py DIR [DIR ...]
 
 Each folder (or a folder right below it) holds ``model.safetensors`` and one safetensors file per case (settings in the metadata; noise, prompts and expected
-latents as tensors). Prints one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU. ComfyUI is found as the
-tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
+latents as tensors). Prints one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU.
+ComfyUI is found as the tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
 """
 
 from __future__ import annotations
@@ -47,16 +47,37 @@ def _setting(settings: dict, name: str, default: object) -> object:
 
 def run_case(model: object, path: Path) -> float:
     """Worst relative L2 error over chunks of one case."""
+    tensors, settings = _read(path)
+    return worst_error(sample_case(model, tensors, settings), tensors["latents"], _base(tensors, settings)[1])
+
+
+def worst_error(got: object, expected: object, chunk_frames: int) -> float:
+    """The largest relative L2 error of a chunk; latents [batch, frames, channels, height, width]."""
+    if got.shape != expected.shape:
+        raise AssertionError(f"latents {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    pairs = zip(got.double().split(chunk_frames, 1), expected.double().split(chunk_frames, 1), strict=True)
+    errors = [((g - e).norm() / e.norm()).item() for g, e in pairs]
+    return max(errors) if all(error == error for error in errors) else float("inf")
+
+
+def _base(tensors: dict, settings: dict) -> tuple[object, int]:
+    """The release's recipe that a case starts from, and the case's chunk in latent frames."""
+    from longlive.accel.presets import LONGLIVE_1, LONGLIVE_2
+
+    base = LONGLIVE_1 if "renoise" in tensors or "switch_frames" in settings else LONGLIVE_2
+    return base, _setting(settings, "frames_per_chunk", base.chunk_frames)
+
+
+def sample_case(model: object, tensors: dict, settings: dict) -> object:
+    """The latents [batch, frames, channels, height, width] that a case's settings and inputs give."""
     import torch
     from longlive.accel.noise import GivenNoise
-    from longlive.accel.presets import LONGLIVE_1, LONGLIVE_2
+    from longlive.accel.presets import LONGLIVE_1
     from longlive.accel.sampler import ChunkPlan, LoopOptions
     from longlive.nodes.sampling import SamplingRequest, sample_video
 
-    tensors, settings = _read(path)
-    is_first = "renoise" in tensors or "switch_frames" in settings
-    base = LONGLIVE_1 if is_first else LONGLIVE_2
-    length = _setting(settings, "frames_per_chunk", base.chunk_frames)
+    base, length = _base(tensors, settings)
+    is_first = base is LONGLIVE_1
     recipe = replace(
         base,
         chunk_frames=length,
@@ -73,7 +94,7 @@ def run_case(model: object, path: Path) -> float:
         time_scale=_setting(settings, "t_scale", 1.0),
         keep_sink=_setting(settings, "global_sink", True),
     )
-    noise, expected = tensors["noise"].transpose(1, 2), tensors["latents"].transpose(1, 2)
+    noise = tensors["noise"].transpose(1, 2)
     batch, channels, _, height, width = noise.shape
     given = tensors.get("initial_latent")
     is_image = given is not None and _setting(settings, "independent_first_frame", False)
@@ -102,11 +123,7 @@ def run_case(model: object, path: Path) -> float:
     plans = [ChunkPlan(index, cut, switch) for index, cut, switch in plans]
     request = SamplingRequest(recipe, options, cfg=cfg, kv_dtype=torch.float32, park="none")
     result = sample_video(model, positive, negative, latent, request, extend=extend, noise=source, plans=plans)
-    got = model.model.process_latent_in(result.latent["samples"].float())
-    if got.shape != expected.shape:
-        raise AssertionError(f"latents {tuple(got.shape)}, expected {tuple(expected.shape)}")
-    errors = [((g - e).norm() / e.norm()).item() for g, e in zip(got.double().split(length, 2), expected.double().split(length, 2), strict=True)]
-    return max(errors) if all(error == error for error in errors) else float("inf")
+    return model.model.process_latent_in(result.latent["samples"].float()).transpose(1, 2)
 
 
 def _padded(rows: object) -> object:
