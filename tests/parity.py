@@ -9,6 +9,7 @@ ComfyUI is found as the tests find it: COMFYUI_PATH, else the one that ``python 
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,7 @@ def _bootstrap() -> None:
     import conftest
 
     sys.path.remove(str(Path(__file__).resolve().parent))
+    atexit.register(conftest.pytest_unconfigure)
     if conftest.COMFYUI is None:
         sys.exit("no ComfyUI found: set COMFYUI_PATH to a ComfyUI folder, or run `python run.py test` once to install one")
 
