@@ -128,6 +128,8 @@ def show_drawings(frontend: Frontend) -> None:
         frontend.page.evaluate(SHOW, [frontend.page.evaluate(BOUNDS, previews), CLEAR, 1.0])
         frontend.page.evaluate("(nodes) => app.queuePrompt(0, 1, nodes)", previews)
         frontend.page.wait_for_function("() => app.graph.nodes.some(n => n.type === 'PreviewImage' && n.imgs?.length)", timeout=60_000)
+        # The note of the finished run goes away by itself.
+        frontend.page.wait_for_timeout(7_000)
 
 
 def make_picture(frontend: Frontend, node: str) -> None:
