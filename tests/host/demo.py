@@ -14,6 +14,7 @@ from .locate import Host, HostError
 from .server import Client, Server
 from .stand_in import with_stand_ins
 
+DEMO_SIZE = (128, 64)  # pixels
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -25,7 +26,7 @@ def make_video(host: Host, checkout: Path, name: str | None, say: Callable[[str]
     chosen = name or next((stem for stem in shipped if "text_to_video" in stem), next(iter(shipped)))
     if chosen not in shipped:
         raise HostError(f"there is no workflow {chosen!r} in workflows/api; there are: {', '.join(shipped)}")
-    workflow = with_stand_ins(json.loads(shipped[chosen].read_text(encoding="utf-8")))
+    workflow = with_stand_ins(json.loads(shipped[chosen].read_text(encoding="utf-8")), *DEMO_SIZE)
     say(f"workflow: {chosen}, with tiny random weights instead of a trained model: the video shows coloured noise, every step behind it is the real one")
 
     base = checkout / ".comfy" / "demo"

@@ -16,11 +16,11 @@ STAND_INS = {
     "VAELoader": "LongLiveStandInVAE",
 }
 LATENT_NODES = ("LongLiveEmptyLatent", "Wan22ImageToVideoLatent")
-# Pixels; on the grid of both VAEs (32 for Wan 2.2's 16 times 2 patches, 16 for Wan 2.1's).
-WIDTH, HEIGHT = 96, 64
+# Pixels; on the grid of both releases (32 for LongLive 2.0, 16 for 1.0).
+WIDTH, HEIGHT = 64, 32
 
 
-def with_stand_ins(workflow: Mapping[str, dict]) -> dict[str, dict]:
+def with_stand_ins(workflow: Mapping[str, dict], new_width: int = WIDTH, new_height: int = HEIGHT) -> dict[str, dict]:
     """Return a copy of an API workflow with stand-in loaders and a small size. Node ids, links and every other value stay."""
     small = copy.deepcopy(dict(workflow))
     release = release_of(workflow)
@@ -32,7 +32,7 @@ def with_stand_ins(workflow: Mapping[str, dict]) -> dict[str, dict]:
             node["inputs"] = {"seed": 0} if stand_in == "LongLiveStandInCLIP" else {"model": release, "seed": 0}
             continue
         # Start images are put together from pieces, so places shrink with sizes.
-        for names, factor in ((("width", "x"), WIDTH / width), (("height", "y"), HEIGHT / height)):
+        for names, factor in ((("width", "x"), new_width / width), (("height", "y"), new_height / height)):
             for name in names:
                 if isinstance(inputs.get(name), int):
                     inputs[name] = round(inputs[name] * factor)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from longlive.tests.host.server import QueueError
 
-WIDTH, HEIGHT, FPS = 64, 64, 24
+WIDTH, HEIGHT, FPS = 64, 32, 24
 # 10 latent frames: a chunk of 8 and a part of the next.
 FRAMES = 37
 

@@ -26,6 +26,8 @@ from . import weights
 MODELS = ["LongLive 2.0", "LongLive 1.0"]
 CHANNELS = {"LongLive 2.0": 48, "LongLive 1.0": 16}
 PROMPT_TOKENS = 512
+# Channels of the VAE's outermost level, where the released ones have 96 to 256: decoding costs its square.
+WIDTH = 8
 
 
 class StandInDiT(io.ComfyNode):
@@ -174,9 +176,9 @@ def vae_state_dict(channels: int, seed: int) -> dict[str, Tensor]:
     shape = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [], "temperal_downsample": [False, True, True], "dropout": 0.0}
     with torch.device("meta"):
         if channels == 48:
-            module = comfy.ldm.wan.vae2_2.WanVAE(dim=16, dec_dim=16, z_dim=48, **shape)
+            module = comfy.ldm.wan.vae2_2.WanVAE(dim=WIDTH, dec_dim=WIDTH, z_dim=48, **shape)
         else:
-            module = comfy.ldm.wan.vae.WanVAE(dim=16, z_dim=16, **shape)
+            module = comfy.ldm.wan.vae.WanVAE(dim=WIDTH, z_dim=16, **shape)
     return weights.fill(module, seed)
 
 
