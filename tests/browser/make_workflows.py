@@ -111,6 +111,7 @@ def make_workflow(frontend: Frontend, client: Client, api: Path) -> None:
         models = [name for name in node.get("widgets_values", []) if isinstance(name, str) and name in SOURCES]
         if models:
             node["properties"]["models"] = [{"name": name, "url": SOURCES[name][0], "directory": SOURCES[name][1]} for name in models]
+    workflow["extra"]["ds"] = first_view(frontend)
     target = ROOT / "workflows" / api.name
     target.write_text(json.dumps(workflow, indent=1) + "\n", encoding="utf-8")
     show_drawings(frontend)
@@ -118,6 +119,13 @@ def make_workflow(frontend: Frontend, client: Client, api: Path) -> None:
     if api.stem == README_PICTURE:
         take_picture(frontend, PICTURES_FOLDER / "workflow.png", 1.0)
     sys.stdout.write(f"{target.name}: {len(workflow['nodes'])} nodes\n")
+
+
+def first_view(frontend: Frontend) -> dict:
+    """What a user sees on opening the workflow: as much of it as can be read, from its top left corner."""
+    x, y, width, height = frontend.page.evaluate(BOUNDS)
+    scale = max(min((CLEAR[2] - CLEAR[0]) / width, (CLEAR[3] - CLEAR[1]) / height), 0.6)
+    return {"scale": round(scale, 3), "offset": [round(CLEAR[0] / scale - x), round(CLEAR[1] / scale - y)]}
 
 
 def show_drawings(frontend: Frontend) -> None:
