@@ -126,6 +126,7 @@ def chunk_forward(
     }
     patches = options.get("patches", {})
     replaced = options.get("patches_replace", {}).get("dit", {})
+    shown = dit.text_embedding(_text_rows(context)) if replaced else None  # the blocks themselves keep to the text cache
     last = len(dit.blocks) - 1
     for layer, block in enumerate(dit.blocks):
         options["block_index"] = layer
@@ -134,7 +135,7 @@ def chunk_forward(
             return _block(block, layer, x, e0, frames, text, call, branches, query_rope, key_rope, attention, options, tag, stop=call.commit and layer == last)
 
         if ("double_block", layer) in replaced and not (call.commit and layer == last):
-            arguments = {"img": x, "txt": context, "vec": e0, "pe": query_rope, "transformer_options": options}
+            arguments = {"img": x, "txt": shown, "vec": e0, "pe": query_rope, "transformer_options": options}
             original = {"original_block": lambda args, run=run: {"img": run(args["img"], args["transformer_options"])}}
             x = replaced[("double_block", layer)](arguments, original)["img"]
         else:
@@ -174,6 +175,11 @@ def _time(dit: nn.Module, call: ChunkCall, x: Tensor) -> tuple[Tensor, Tensor]:
     return result
 
 
+def _text_rows(rows: Tensor) -> Tensor:
+    rows = rows[:, :TEXT_ROWS]
+    return nn.functional.pad(rows, (0, 0, 0, TEXT_ROWS - rows.shape[1])) if rows.shape[1] < TEXT_ROWS else rows
+
+
 class _TextKeys:
     """Cross-attention keys and values of the chunk's prompts: computed once per prompt and branch, then reused by every forward."""
 
@@ -194,9 +200,7 @@ class _TextKeys:
             self.parts.append(layers)
 
     def _project(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-        if rows.shape[1] < TEXT_ROWS:
-            rows = nn.functional.pad(rows, (0, 0, 0, TEXT_ROWS - rows.shape[1]))
-        embedded = self.dit.text_embedding(rows[:, :TEXT_ROWS])
+        embedded = self.dit.text_embedding(_text_rows(rows))
         layers = []
         for block in self.dit.blocks:
             cross = block.cross_attn
@@ -275,15 +279,19 @@ def _self_attention(
     if stop:
         return None
     queries = rotate(attn.norm_q(attn.q(x)).unflatten(2, (heads, -1)), *query_rope).flatten(2)
-    out = []
+    patches = options.get("patches", {}).get("attn1_patch", ())
+    out, attended = [], []
     for q, (k, v) in zip(queries.chunk(parts), windows, strict=True):
         if key_rope is not None:
             k = rotate(k.unflatten(2, (heads, -1)), *key_rope).flatten(2)
         # Only a cache in another number format than the model's makes a copy here.
         out.append(attention(q, k.to(q.dtype), v.to(q.dtype), heads=heads, transformer_options=options))
+        if patches:
+            attended.append(k.to(q.dtype))
     x = out[0] if parts == 1 else torch.cat(out)
-    for patch in options.get("patches", {}).get("attn1_patch", ()):
-        x = patch({"x": x, "q": queries, "k": keys, "transformer_options": options})
+    for patch in patches:
+        q, k = (t.unflatten(2, (heads, -1)) for t in (queries, torch.cat(attended)))
+        x = patch({"x": x, "q": q, "k": k, "transformer_options": options})
     return attn.o(x)
 
 

@@ -80,10 +80,13 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
 
     base, length = _base(tensors, settings)
     is_first = base is LONGLIVE_1
+    window = _setting(settings, "window_frames", base.window_frames)
+    if window == -1 and is_first:  # upstream 1.0: the whole video
+        window = tensors["noise"].shape[1]
     recipe = replace(
         base,
         chunk_frames=length,
-        window_frames=_setting(settings, "window_frames", base.window_frames),
+        window_frames=window,
         sink_frames=_setting(settings, "sink_frames", base.sink_frames),
         steps=_setting(settings, "steps", base.steps),
         shift=_setting(settings, "shift", base.shift),

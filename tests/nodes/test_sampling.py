@@ -181,6 +181,34 @@ def test_several_start_frames_stay_as_they_are(wan, given):
     assert difference(got[:, :, given:], sample(wan)[:, :, given:]) > 1e-3
 
 
+class PictureVAE:
+    """Stands where core's Wan 2.2 VAE does: one latent frame for the first picture and one for every four more, here their means."""
+
+    def encode(self, pictures):
+        groups = [pictures[:1], *(part for part in pictures[1:].split(4) if len(part) == 4)]
+        small = [torch.nn.functional.adaptive_avg_pool2d(part.movedim(-1, 1), (4, 4)).mean((0, 1)) for part in groups]
+        return torch.stack(small).expand(1, 48, -1, -1, -1) + torch.arange(48).reshape(1, 48, 1, 1, 1) / 48
+
+
+@pytest.mark.parametrize(("pictures", "given"), [(1, 1), (4, 1), (5, 2), (40, 8)])
+@pytest.mark.parametrize("size", [(64, 64), (100, 48)], ids=["fitting", "another size"])
+def test_pictures_through_cores_start_image_node(wan, pictures, given, size):
+    """Core fits the picture to the video; of N pictures those that fit the length are kept, in whole latent frames."""
+    from comfy_extras.nodes_wan import Wan22ImageToVideoLatent
+
+    image = torch.rand(pictures, *size, 3, generator=torch.Generator().manual_seed(4))
+    into = Wan22ImageToVideoLatent.execute(PictureVAE(), width=64, height=64, length=29, batch_size=1, start_image=image).args[0]
+    assert int((into["noise_mask"].amax((0, 1, 3, 4)) == 0).sum()) == given
+    got = sample(wan, into=into)
+    assert got.shape[2] == 8 and torch.equal(got[:, :, :given], into["samples"][:, :, :given])
+    assert given == 8 or difference(got[:, :, given:], sample(wan)[:, :, given:]) > 1e-3
+
+
+def test_a_start_image_of_the_other_release_is_refused(wan1):
+    with pytest.raises(ValueError, match="the latent has 48 channels .* and the model needs 16 channels"):
+        sample(wan1, into=start_image(4))
+
+
 def test_a_start_image_with_a_length_off_the_grid(wan):
     given = start_image(7)
     got, _, _ = execute(wan, into=given)
@@ -969,3 +997,69 @@ def test_a_switch_does_not_recache_in_the_second_unless_asked(wan):
     off = sample(wan, timeline(lines), latent(10), recache_on_switch="off")
     assert torch.equal(got["samples"], off)
     assert torch.equal(asked["samples"][:, :, :6], off[:, :, :6]) and difference(asked["samples"][:, :, 6:], off[:, :, 6:]) > 1e-4
+
+
+# One chunk without a past is core's own forward
+
+
+def core_flow(model, x, timesteps, transformer_options):
+    """``WanModel.forward`` itself, with the text padded as LongLive reads it."""
+    rows = torch.nn.functional.pad(text(0), (0, 0, 0, 512 - 60)).repeat(x.shape[0], 1, 1)
+    with torch.no_grad():
+        return model.model.diffusion_model(x, timesteps, rows, transformer_options=transformer_options)
+
+
+def patches(seen):
+    """What other nodes hang into core's blocks: each kind changes the result and notes what it got."""
+
+    def attn1(args):
+        seen.append(("attn1", args["q"].shape, args["k"].shape))
+        return args["x"] * (1 + 0.1 * args["q"].mean())
+
+    def attn2(args):
+        seen.append(("attn2", args["x"].shape))
+        return args["x"] + 0.05
+
+    def double(args):
+        seen.append(("double", args["block_index"], args["img"].shape, args["x"].shape))
+        return {"img": args["img"] * 1.05}
+
+    def replace(args, extra):
+        seen.append(("replace", args["img"].shape, args["txt"].shape))
+        return {"img": extra["original_block"]({**args, "img": args["img"] * 0.9})["img"] * 1.02}
+
+    return {
+        "patches": {"attn1_patch": [attn1], "attn2_patch": [attn2], "double_block": [double]},
+        "patches_replace": {"dit": {("double_block", 0): replace}},
+    }
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("given", [0, 1], ids=["text", "start image"])
+def test_a_chunk_without_a_past_is_cores_own_forward(wan, patched, given):
+    """x0 of the one step of one chunk from core's forward at LongLive's timestep, with the patches of other nodes in place in both."""
+    theirs, ours = [], []
+    model = wan.clone()
+    if patched:
+        model.model_options["transformer_options"] = patches(ours)
+    into = start_image(4, given) if given else latent(4)
+    got = wan.model.process_latent_in(sample(model, into=into, steps=1, chunk=4, window=4, sink=0))
+    noise = sampling.ChunkNoise(3, (1, 48, 4, 4, 4)).initial(0)
+    image = wan.model.process_latent_in(into["samples"])
+    x = torch.cat([image[:, :, :given], noise[:, :, given:]], 2)
+    times = torch.tensor([[0.0] * given + [999.0] * (4 - given)]) if given else torch.tensor([999.0])
+    sigma = 0.999 * 5 / (1 + 4 * 0.999)
+    expected = x - sigma * core_flow(wan, x, times, patches(theirs) if patched else {})
+    assert difference(got[:, :, given:], expected[:, :, given:]) < 1e-5
+    if patched:
+        assert ours[: len(theirs)] == theirs, "the patches are called in the same places with the same shapes"
+        assert difference(got, wan.model.process_latent_in(sample(wan, into=into, steps=1, chunk=4, window=4, sink=0))) > 1e-2
+
+
+def test_patches_see_the_window(wan):
+    seen = []
+    model = wan.clone()
+    model.model_options["transformer_options"] = {"patches": {"attn1_patch": [lambda args: (seen.append((args["q"], args["k"])), args["x"])[1]]}}
+    sample(model, into=latent(4))
+    assert [(q.shape[1], k.shape[1]) for q, k in seen if q.shape[1]] == [(8, 8)] * 5 + [(8, 16)] * 5
+    assert all(q.shape[2:] == k.shape[2:] == (1, 128) for q, k in seen)
