@@ -31,6 +31,7 @@ from .node_text import show_text
 from .video_file import Encoder, VideoWriter, pick_encoder
 
 OUTPUTS = ("video", "images", "both")
+SPEEDS = ("fast", "exact")
 VAE_NAMES = {48: "the Wan 2.2 VAE (wan2.2_vae.safetensors or Wan2.2_VAE.pth)", 16: "the Wan 2.1 VAE (wan_2.1_vae.safetensors or Wan2.1_VAE.pth)"}
 LATENT_NAMES = {48: "LongLive 2.0 and Wan 2.2 5B", 16: "LongLive 1.0 and Wan 2.1"}
 RELEASE_FPS = {48: 24.0, 16: 16.0}
@@ -70,8 +71,8 @@ class DecodePlan:
         }
 
 
-def make_plan(samples: Tensor, note: dict, vae: comfy.sd.VAE, first_frame: int, fps: float) -> DecodePlan:
-    """Decide ranges and rate.
+def make_plan(samples: Tensor, note: dict, vae: comfy.sd.VAE, first_frame: int, fps: float, speed: str = "fast") -> DecodePlan:
+    """Decide ranges, rate and arithmetic.
 
     samples: (B, C, T, H, W). note: the LATENT's "longlive" dict, may be empty. fps: 0 takes the LATENT's, else the release's.
     Raises ValueError, in a sentence, for latents that this VAE cannot decode and for a first frame past the end.
@@ -79,7 +80,7 @@ def make_plan(samples: Tensor, note: dict, vae: comfy.sd.VAE, first_frame: int, 
     channels, num_latents = samples.shape[1], samples.shape[2]
     _check_channels(channels, vae.latent_channels)
     notes: list[str] = []
-    options, reason = _stream_options(vae)
+    options, reason = _stream_options(vae, speed)
     if options is None:
         notes.append(f"not streamed: {reason}; decoded in one go by vae.decode, so memory grows with the length")
     elif reason:
@@ -124,7 +125,7 @@ def _check_channels(channels: int, expected: int) -> None:
     raise ValueError(f"these are {found}, and the VAE is {vae}; {VAE_NAMES.get(channels, f'a VAE for {channels} channels')} would work")
 
 
-def _stream_options(vae: comfy.sd.VAE) -> tuple[StreamOptions | None, str]:
+def _stream_options(vae: comfy.sd.VAE, speed: str) -> tuple[StreamOptions | None, str]:
     """How this VAE is streamed and a note on it, or None and why it cannot be."""
     model = vae.first_stage_model
     if not isinstance(model, comfy.ldm.wan.vae2_2.WanVAE | comfy.ldm.wan.vae.WanVAE):
@@ -134,8 +135,8 @@ def _stream_options(vae: comfy.sd.VAE) -> tuple[StreamOptions | None, str]:
         return None, f"its decoder ends in {colours} channels"
     if reason := stream_decode.walk_reason(model):
         return StreamOptions(walk=False), f"the decoder's own forward is used, because {reason}"
-    options = StreamOptions.for_device(vae.device, vae.vae_dtype)
-    return options, "" if options.is_exact else "channels-last layout and fused norm: equal to the plain decoder up to rounding"
+    options = StreamOptions() if speed == "exact" else StreamOptions.for_device(vae.device, vae.vae_dtype)
+    return options, "" if options.is_exact else "speed fast: channels-last layout and fused norm, equal to the plain decoder up to rounding"
 
 
 @dataclass
@@ -195,11 +196,12 @@ class _Job:
                     count = self.samples.shape[0] * self.plan.num_frames
                     self.images = torch.empty((count, *pixels.shape[1:]), dtype=pixels.dtype, device=self.vae.output_device)
                 self.images[at : at + len(pixels)].copy_(pixels)
-                self.progress.newest = self.images[at + len(pixels) - 1]
+                # No preview where a video follows: the frontend's Nodes 2.0 would go on showing it in place of the video.
+                if self.encoder is None:
+                    self.progress.newest = self.images[at + len(pixels) - 1]
                 at += len(pixels)
             if self.writer is not None:
                 self.writer.push(*_to_host(_to_uint8(pixels)), poll)
-                self.progress.newest = self.writer.newest_frame
         if self.writer is not None:
             self.videos.append(self.writer.finish(poll))
             self.writer = None
@@ -366,6 +368,14 @@ class LongLiveStreamDecode(io.ComfyNode):
                     advanced=True,
                     tooltip="Quality of the video without unit: 0 is lossless and large, 18 hardly differs from the frames, 51 is worst. libx264 only.",
                 ),
+                io.Combo.Input(
+                    "speed",
+                    options=list(SPEEDS),
+                    default="fast",
+                    advanced=True,
+                    tooltip="Arithmetic on a GPU. fast: another memory layout and a fused norm, equal to core's decoder up to rounding. "
+                    "exact: core's own arithmetic bit for bit, about a quarter slower. On a CPU both are exact.",
+                ),
             ],
             outputs=[
                 io.Video.Output("video", tooltip="The finished mp4; Save Video copies it without encoding again. Of a batch: the first video."),
@@ -385,11 +395,12 @@ class LongLiveStreamDecode(io.ComfyNode):
         fps: float = 0.0,
         first_frame: int = 0,
         crf: int = 18,
+        speed: str = "fast",
     ) -> io.NodeOutput:
         vae.throw_exception_if_invalid()
         note = dict(samples.get("longlive") or {})
         latents = _video_latents(samples["samples"])
-        plan = make_plan(latents, note, vae, first_frame, fps)
+        plan = make_plan(latents, note, vae, first_frame, fps, speed)
         encoder = pick_encoder(crf=crf) if output != "images" else None
         scale = vae.spacial_compression_decode()
         width, height = latents.shape[4] * scale, latents.shape[3] * scale
@@ -415,6 +426,13 @@ class LongLiveStreamDecode(io.ComfyNode):
         if job.videos:
             shown = ui.PreviewVideo([ui.SavedResult(path.name, target.subfolder, io.FolderType.output) for path in job.videos])
         return io.NodeOutput(video, ExecutionBlocker(None) if job.images is None else job.images, ui=shown)
+
+    @classmethod
+    def validate_inputs(cls, output: str = "video", speed: str = "fast") -> bool | str:
+        for name, value, known in (("output", output, OUTPUTS), ("speed", speed, SPEEDS)):
+            if value not in known:
+                return f"{name} {value!r} is not known; one of {', '.join(known)} would work"
+        return True
 
 
 def _video_latents(samples: Tensor) -> Tensor:

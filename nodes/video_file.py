@@ -83,7 +83,6 @@ class VideoWriter:
         self.rate = Fraction(round(fps * 1000), 1000)
         self.encoder = encoder or pick_encoder()
         self.frames_written = 0
-        self.newest_frame: np.ndarray | None = None
         self._queue: queue.Queue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.Queue(QUEUE_STEPS)
         self._error: BaseException | None = None
         self._is_aborted = False
@@ -174,7 +173,6 @@ class VideoWriter:
                     ready.synchronize()
                 for frame in frames.numpy():
                     self._encode(frame)
-                self.newest_frame = frames[-1].numpy()
             self._mux(None)
         except Exception as error:  # handed to the thread that pushes
             self._error = error

@@ -290,6 +290,20 @@ def test_wrong_inputs_are_refused_in_a_sentence(output, vae22):
         run({"samples": tiny_vae.latents(48, 0)}, vae22)
 
 
+def test_speed_chooses_the_arithmetic_on_a_gpu(vae22, monkeypatch):
+    monkeypatch.setattr(vae22, "device", torch.device("cuda"))
+    monkeypatch.setattr(vae22, "vae_dtype", torch.bfloat16)
+    fast, exact = (decode.make_plan(tiny_vae.latents(48, 2), {}, vae22, 0, 0, speed) for speed in ("fast", "exact"))
+    assert not fast.options.is_exact and "up to rounding" in " ".join(fast.notes)
+    assert exact.options.is_exact and not exact.notes
+
+
+def test_unknown_choices_are_refused_by_name():
+    assert LongLiveStreamDecode.validate_inputs("both", "exact") is True
+    assert LongLiveStreamDecode.validate_inputs("film", "fast") == "output 'film' is not known; one of video, images, both would work"
+    assert "speed 'warp' is not known" in LongLiveStreamDecode.validate_inputs("video", "warp")
+
+
 def test_any_other_vae_decodes_in_one_go_and_says_so(output, monkeypatch):
     shown = []
     monkeypatch.setattr(decode, "show_text", lambda cls, text: shown.append(text))
