@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ COND, UNCOND = 0, 1  # core's cond_or_uncond
 PARK_MODES = ("light", "exact", "none")
 # Model inputs that a KV-cached forward has no place for.
 _UNSUPPORTED_INPUTS = ("clip_fea", "time_dim_concat", "reference_latent", "context_latents", "control")
+_CFG_FUNCTIONS = ("sampler_cfg_function", "sampler_pre_cfg_function", "sampler_post_cfg_function")
 # Options of core CONDITIONING that act on a part of the picture or the steps, or feed such an input.
 _UNSUPPORTED_OPTIONS = {
     "area": "an area of the picture",
@@ -127,12 +129,13 @@ def sample_video(
     # The guider only ever sees one chunk, so memory is planned for one; the sampler brings the real noise.
     chunk = torch.zeros(job.chunk_shape)
     sigmas = torch.tensor(job.sigmas)
+    outer = sys.exc_info()[1]
     try:
         samples = guider.sample(chunk, chunk, sampler, sigmas, callback=callback, disable_pbar=True, seed=request.seed)
     except BaseException as error:  # an interrupt is none of the others
         in_loop = bool(sampler.caches)
         sampler.release()
-        _forget_frames(error)
+        _forget_frames(error, outer)
         if not isinstance(error, torch.OutOfMemoryError) or not in_loop:
             raise  # not about memory, or already in our words
         free = comfy.model_management.get_free_memory(clone.load_device)
@@ -154,10 +157,13 @@ def sample_video(
     return SamplingResult(result, final, report)
 
 
-def _forget_frames(error: BaseException) -> None:
-    """Empty the frames that ``error`` passed through: they hold views of the window, which would live as long as somebody keeps the error."""
+def _forget_frames(error: BaseException, outer: BaseException | None) -> None:
+    """Empty the frames that ``error`` passed through: they hold views of the window, which would live as long as somebody keeps the error.
+
+    outer: the exception that was being handled before, whose frames are not ours.
+    """
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and error is not outer and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -290,6 +296,8 @@ class _Job:
 
         mask = latent.get("noise_mask")
         clamps = {} if mask is None else _clamps(model, samples, mask, chunk_frames, num_chunks, first_chunk)
+        if not clamps and torch.count_nonzero(samples) > 0:
+            notes.append("only the size of the latent is used, not what is in it; a finished video to continue belongs into `extend`")
         if clamps and first_chunk:
             raise ValueError("a start image only fits the beginning of a video, and this run continues one; use an empty latent without a start image")
         if plans is None:
@@ -481,6 +489,9 @@ class _ChunkSampler(comfy.samplers.Sampler):
         entry = self._entries["positive"][self.job.prompt_index[prompt]]
         self._wrap.conds = {**self._entries, "positive": [entry]}
         model_options = dict(self._extra["model_options"])
+        if call.commit:
+            # Nobody looks at the result, and what runs here may call the model again in a changed way: its keys and values must not stay.
+            model_options = {name: value for name, value in model_options.items() if name not in _CFG_FUNCTIONS}
         model_options["transformer_options"] = {**model_options.get("transformer_options", {}), CALL_KEY: call}
         sigmas = torch.full((x.shape[0],), sigma, device=x.device, dtype=torch.float32)
         try:

@@ -3,10 +3,13 @@
 import gc
 import random
 import traceback
+import types
 import weakref
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sample
+import comfy.samplers
 import comfy.sd
 import latent_preview
 import numpy
@@ -18,6 +21,7 @@ from longlive.accel.geometry import latent_frames_for, pixel_frames_of
 from longlive.accel.kv_cache import KVCache
 from longlive.accel.presets import LONGLIVE_1
 from longlive.nodes import sampling
+from longlive.nodes.decode import make_plan
 from longlive.tests.nodes.chunked import difference, execute, latent, prompt, sample, start_image, text, timeline
 from longlive.tests.nodes.tiny_wan import lively_wan, tiny_wan, tiny_weights
 
@@ -86,9 +90,10 @@ def test_no_frames_at_all_are_refused(wan):
         sample(wan, into=latent(0))
 
 
-def asked_length(note):
-    """Pixel frames that VAE Stream Decode keeps: the latents asked for, then the pixel frames asked for."""
-    return min(pixel_frames_of(note["asked_frames"]), note["asked_pixel_frames"] or pixel_frames_of(note["asked_frames"]))
+def asked_length(latent):
+    """Pixel frames that VAE Stream Decode makes of a LATENT."""
+    vae = types.SimpleNamespace(latent_channels=48, upscale_ratio=(pixel_frames_of, 16, 16), first_stage_model=None)
+    return make_plan(latent["samples"], latent["longlive"], vae, 0, 0).end_frame
 
 
 @pytest.mark.parametrize("first", [13, 16])
@@ -97,11 +102,11 @@ def asked_length(note):
 def test_a_continued_video_has_the_pixel_frames_asked_for(wan, first, second, through):
     """The old part, in whole chunks, and then exactly the frames asked for: the new part's first latent is not the video's first."""
     old, state, _ = execute(wan, into=latent(latent_frames_for(first), asked_frames=latent_frames_for(first), asked_pixel_frames=first, fps=24))
-    assert asked_length(old["longlive"]) == first
+    assert asked_length(old) == first
     kept = old["samples"].shape[2]
     new = latent(latent_frames_for(second), asked_frames=latent_frames_for(second), asked_pixel_frames=second, fps=24)
     got, _, _ = execute(wan, into=new, **({"state": state} if through == "state" else {"extend": old}))
-    assert asked_length(got["longlive"]) == pixel_frames_of(kept) + second
+    assert asked_length(got) == pixel_frames_of(kept) + second
     assert got["longlive"]["asked_frames"] <= got["samples"].shape[2]
     assert got["samples"].shape[2] - got["longlive"]["asked_frames"] < 2, "a chunk that would be trimmed as a whole is not sampled"
 
@@ -116,7 +121,7 @@ def test_a_note_that_core_nodes_carried_along_is_not_believed(wan):
     """LatentCut and the like copy the dict and change the samples only."""
     stale = latent(4, asked_frames=9, asked_pixel_frames=33, fps=24)
     got, _, _ = execute(wan, into=stale)
-    assert asked_length(got["longlive"]) == pixel_frames_of(4)
+    assert asked_length(got) == pixel_frames_of(4)
 
 
 def test_what_the_latent_says_besides_travels_on(wan):
@@ -220,7 +225,9 @@ def test_a_mask_of_ones_is_no_start_image(wan, plain):
     given = latent(8)
     given["samples"] += 1
     given["noise_mask"] = torch.ones(1, 1, 8, 4, 4)
-    assert torch.equal(sample(wan, into=given), plain)
+    got, _, shown = execute(wan, into=given)
+    assert torch.equal(got["samples"], plain)
+    assert "only the size of the latent is used, not what is in it" in shown
 
 
 def test_a_picture_sized_mask_is_fitted(wan):
@@ -479,6 +486,39 @@ def test_guidance_is_linear_in_its_scale(wan):
     for scale in (0.0, 0.5, 4.0):
         got = sample(wan, prompt(0), negative=prompt(1), cfg=scale, **one)
         assert difference(got, uncond + scale * (cond - uncond)) < 1e-5
+
+
+def test_functions_that_call_the_model_again_leave_no_trace_in_the_cache(wan):
+    """Perturbed-attention and skip-layer guidance run the prompt once more in a changed way, at every step and at sigma 0 as well."""
+    calls = []
+
+    def again(args):
+        def spoilt(func, q, k, v, *rest, **options):
+            return func(q, k, v + 1, *rest, **options)
+
+        def spoil(args, extra):
+            return {"img": extra["original_block"](args | {"img": args["img"] * 2})["img"]}
+
+        options = comfy.model_patcher.create_model_options_clone(args["model_options"])
+        options["transformer_options"]["optimized_attention_override"] = spoilt
+        options["transformer_options"]["patches_replace"] = {"dit": {("double_block", 0): spoil}}
+        comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], args["input"], args["sigma"], options)
+        calls.append(float(args["sigma"][0]))
+        return args["denoised"]
+
+    model = wan.clone()
+    model.set_model_sampler_post_cfg_function(again)
+    got, state, _ = execute(model, keep_state="exact")
+    plain, expected, _ = execute(wan, keep_state="exact")
+    assert len(calls) == 4 * 2 and torch.equal(got["samples"], plain["samples"])
+    assert all(torch.equal(state.parked[name], expected.parked[name]) for name in expected.parked)
+
+
+def test_a_cfg_function_is_used(wan, plain):
+    """What other nodes put in place of the guidance formula: here it ignores the negative prompt."""
+    model = wan.clone()
+    model.set_model_sampler_cfg_function(lambda args: args["cond"])
+    assert difference(sample(model, cfg=3.0, negative=prompt(1)), plain) < 5e-6
 
 
 def test_guidance_without_a_negative_prompt_is_refused(wan):
@@ -820,6 +860,18 @@ def test_progress_ends_at_its_total(wan, wan1, progress, case):
     assert [step for step, *_ in calls] == list(range(prepared))
 
 
+def test_everything_under_inference_mode(plain):
+    """As ComfyUI runs nodes; a state that was made there goes on anywhere."""
+    with torch.inference_mode():
+        model = lively_wan()
+        first, state, _ = execute(model, into=latent(4), keep_state="exact")
+        assert torch.equal(sample(model, into=latent(4), state=state), plain)
+        given = start_image(4)
+        assert torch.equal(sample(model, into=given)[:, :, :1], given["samples"][:, :, :1])
+        assert torch.equal(sample(model, into=latent(2), extend=first)[:, :, :4], first["samples"])
+    assert torch.equal(sample(lively_wan(), into=latent(4), state=state), plain)
+
+
 # Interrupt, failures, memory
 
 
@@ -884,6 +936,23 @@ def test_a_second_run_after_a_failure(wan, plain, caches):
     assert cache_bytes_alive() == 0
     assert "chunk_forward" in "".join(traceback.format_tb(caught.value.__traceback__)), "the traceback still tells where"
     assert torch.equal(sample(wan), plain)
+
+
+def test_frames_of_an_error_that_was_there_before_are_left_alone(wan):
+    """A caller that samples while it handles an error of its own still finds that error's variables."""
+
+    def fail():
+        evidence = "kept"
+        raise KeyError(evidence)
+
+    model = wan.clone()
+    model.model_options["transformer_options"] = {"optimized_attention_override": lambda *args, **kwargs: 1 / 0}
+    try:
+        fail()
+    except KeyError as error:
+        with pytest.raises(ZeroDivisionError):
+            sample(model)
+        assert error.__traceback__.tb_next.tb_frame.f_locals == {"evidence": "kept"}
 
 
 def test_a_finished_run_frees_the_cache(wan, caches):
