@@ -289,13 +289,13 @@ Model and size must stay the same.
             500,
         ),
         (
-            Group("Model", ((Item("1", 360, report=250),),), BLUE),
-            Group("Text", ((Item("2", 460), Item("5", 460, 400)),), GREEN),
-            Group("Size and length", ((Item("6", 460, report=190),),), GREEN),
+            Group("Model, with the accelerator off and on", ((Item("1", 380, report=250),), (Item("4", 520, report=330), Item("9", 520, report=330))), BLUE),
+            _text(330),
+            _LATENT,
         ),
         (
-            Group("Off", ((Item("4", 400, report=470),), (Item("7", 400, report=280),)), VIOLET),
-            Group("Auto", ((Item("9", 400, report=470),), (Item("10", 400, report=280),)), VIOLET),
+            Group("Sample, accelerator off", ((Item("7", 400, report=280),),), VIOLET),
+            Group("Sample, accelerator auto", ((Item("10", 400, report=280),),), VIOLET),
         ),
         (Group("Decode into files", ((Item("3", 300, above=700),), (Item("8", 440, 720), Item("11", 440, 720, above=70))), ORANGE),),
     ),
