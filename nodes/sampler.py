@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from comfy_api.latest import io, ui
 from comfy_execution.graph import ExecutionBlocker
@@ -36,13 +38,14 @@ def _unknown_option(keep_state: str, shot_pinning: str, recache_on_switch: str, 
     return None
 
 
-def summary(result: SamplingResult, recipe: Recipe) -> str:
-    """What ran, for the node and the log."""
+def summary(result: SamplingResult, recipe: Recipe, seconds: float) -> str:
+    """What ran and how long it took, for the node and the log."""
     report = result.report
     cache = report["kv_cache"]
     lines = [
         f"{report['recipe']}: {report['chunks']} chunks of {report['chunk_frames']} latent frames, {report['steps']} steps (shift {report['shift']:g}), "
         f"CFG {report['cfg']:g}, seed {report['seed']}",
+        f"sampled in {seconds:.1f} s, {seconds / report['chunks']:.2f} s a chunk, loading of weights included",
         f"window {report['window_frames']} latent frames, sink {report['sink_frames']}, KV cache {cache['bytes'] / 1e9:.2f} GB {cache['dtype']}",
     ]
     if report["cuts"]:
@@ -271,8 +274,9 @@ class LongLiveChunkedSampler(io.ComfyNode):
             kv_dtype=KV_DTYPES[kv_dtype],
             park=keep_state,
         )
+        started = time.monotonic()
         result = sample_video(model, positive, negative, latent, request, extend=extend, state=state)
-        text = summary(result, recipe)
+        text = summary(result, recipe, time.monotonic() - started)
         show_text(cls, text)
         state_out = result.state if result.state is not None else ExecutionBlocker(None)
         return io.NodeOutput(result.latent, state_out, ui=ui.PreviewText(text))
