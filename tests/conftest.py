@@ -1,55 +1,27 @@
-"""Registers the checkout as the package ``longlive`` and prepares an in-process ComfyUI; holds no test helpers beyond that.
+"""Fixtures of all tests; the checkout as the package ``longlive`` and an in-process ComfyUI are bootstrap.py's. Holds no test helpers beyond that.
 
 Tests write ``from longlive.accel import window`` and, for helpers, ``from longlive.tests.host import ...``. ComfyUI comes from COMFYUI_PATH, else from the
 one that ``python run.py test`` installed into this checkout. Tests under tests/accel and tests/kernels need none.
 """
 
-import importlib.util
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
+# pytest puts no folder of ours on sys.path.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bootstrap import COMFYUI, ROOT, clean_up
+
+sys.path.remove(str(Path(__file__).resolve().parent))
+
 PACKAGE = "longlive-stream"
 STAND_IN = "longlive_stand_in"
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def _register_package() -> None:
-    """Make the checkout importable as ``longlive``, whatever its folder is called."""
-    # Our nodes/ would hide ComfyUI's nodes.py if the checkout itself were importable (python -m pytest puts the current folder first).
-    sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]
-    spec = importlib.util.spec_from_file_location("longlive", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["longlive"] = module
-    spec.loader.exec_module(module)
-
-
-def _prepare_comfyui() -> tuple[Path | None, Path | None]:
-    """Put ComfyUI first on sys.path, on the CPU, with a base directory of its own; return (its folder, the base directory)."""
-    comfyui = Path(os.environ.get("COMFYUI_PATH") or ROOT / ".comfy" / "ComfyUI").resolve()
-    if not (comfyui / "comfy" / "cli_args.py").is_file():
-        return None, None
-    sys.path.insert(0, str(comfyui))
-    base = Path(tempfile.mkdtemp(prefix="longlive-tests-"))
-    from comfy.cli_args import args
-
-    args.cpu = True
-    args.base_directory = str(base)
-    args.disable_api_nodes = True
-    return comfyui, base
-
-
-COMFYUI, BASE_DIRECTORY = _prepare_comfyui()
-_register_package()
 
 
 def pytest_unconfigure() -> None:
-    if BASE_DIRECTORY is not None:
-        shutil.rmtree(BASE_DIRECTORY, ignore_errors=True)
+    clean_up()
 
 
 @pytest.fixture(scope="session")

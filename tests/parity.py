@@ -4,30 +4,54 @@
 
 Each folder (or a folder right below it) holds ``model.safetensors`` and one safetensors file per case (settings in the metadata; noise, prompts and expected
 latents as tensors). Prints one line per case (name, worst relative L2 over chunks, pass or fail) and exits non-zero when one is above 1e-5. Float32 on the CPU.
-ComfyUI is found as the tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed.
+ComfyUI is found as the tests find it: COMFYUI_PATH, else the one that ``python run.py test`` installed. A Python without torch hands over to ComfyUI's.
 """
 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 LIMIT = 1e-5
+TESTS = Path(__file__).resolve().parent
+HANDED_OVER = "LONGLIVE_PARITY_HANDED_OVER"
 
 
 def _bootstrap() -> None:
     """Register the checkout as ``longlive`` and put ComfyUI on the path, as the tests do."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import conftest
+    sys.path.insert(0, str(TESTS))
+    import bootstrap
 
-    sys.path.remove(str(Path(__file__).resolve().parent))
-    atexit.register(conftest.pytest_unconfigure)
-    if conftest.COMFYUI is None:
+    sys.path.remove(str(TESTS))
+    atexit.register(bootstrap.clean_up)
+    if bootstrap.COMFYUI is None:
         sys.exit("no ComfyUI found: set COMFYUI_PATH to a ComfyUI folder, or run `python run.py test` once to install one")
+
+
+def ensure_host() -> None:
+    """Go on in ComfyUI's own Python, and end with its exit code, where the running one lacks what ComfyUI imports. Found or installed as run.py does it."""
+    if all(importlib.util.find_spec(name) for name in ("torch", "einops", "safetensors")):
+        return
+    sys.path.insert(0, str(TESTS))
+    from host.install import Installer
+    from host.locate import HostError, find_existing
+
+    sys.path.remove(str(TESTS))
+    try:
+        host = find_existing() or Installer(TESTS.parent / ".comfy", lambda text: print(text, flush=True)).comfyui()
+    except HostError as error:
+        sys.exit(f"error: {error}")
+    if HANDED_OVER in os.environ:
+        sys.exit(f"error: {host.python} lacks torch, einops or safetensors, which ComfyUI needs")
+    environment = {**os.environ, "COMFYUI_PATH": str(host.comfyui), HANDED_OVER: "1"}
+    sys.exit(subprocess.run([str(host.python), *sys.argv], env=environment).returncode)
 
 
 def _read(path: Path) -> tuple[dict, dict]:
@@ -76,7 +100,8 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
     from longlive.accel.noise import GivenNoise
     from longlive.accel.presets import LONGLIVE_1
     from longlive.accel.sampler import ChunkPlan, LoopOptions
-    from longlive.nodes.sampling import SamplingRequest, sample_video
+    from longlive.nodes.sampling import sample_video
+    from longlive.nodes.sampling_job import SamplingRequest
 
     base, length = _base(tensors, settings)
     is_first = base is LONGLIVE_1
@@ -184,6 +209,7 @@ def main(folders: list[str]) -> int:
     if not folders:
         print(__doc__)
         return 2
+    ensure_host()
     _bootstrap()
     import torch
     from longlive.nodes.loader import load_longlive

@@ -84,6 +84,24 @@ def test_one_bad_case_makes_it_fail(folders, run):
     assert cases["second/cut_off"][1].startswith("FAIL (SafetensorError: ")
 
 
+def test_a_bare_python_hands_over_to_comfyuis(folders, checkout, comfyui_path):
+    """-S leaves site-packages out, so neither torch nor pytest is there."""
+    make_case(folders / "second" / "good.safetensors", "t2v")
+    environment = os.environ | {"COMFYUI_PATH": str(comfyui_path), "COMFYUI_PYTHON": sys.executable}
+    command = [sys.executable, "-S", "tests/parity.py", str(folders / "second")]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "1 passed, 0 failed", done.stderr[-2000:]
+
+
+def test_it_needs_no_pytest(folders, checkout, comfyui_path):
+    make_case(folders / "second" / "good.safetensors", "t2v")
+    code = "import runpy, sys; sys.modules['pytest'] = None; sys.argv.pop(0); runpy.run_path(sys.argv[0], run_name='__main__')"
+    environment = os.environ | {"COMFYUI_PATH": str(comfyui_path)}
+    command = [sys.executable, "-c", code, "tests/parity.py", str(folders / "second")]
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "1 passed, 0 failed", done.stderr[-2000:]
+
+
 def test_nothing_to_run_is_no_success(tmp_path, run):
     code, lines = run("parity.py", tmp_path)
     assert code == 1 and "no model.safetensors in it or right below it" in lines[0] and lines[-1] == "0 passed, 0 failed"
