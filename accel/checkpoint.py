@@ -18,7 +18,6 @@ from .weight_file import Reader, WeightFileError, read_weight_file
 
 MERGED_FORMATS = ("longlive_generator_merged_lora",)
 TE_FORMAT = "longlive_generator_te_nvfp4"
-PACKED_FORMAT = "longlive_generator_nvfp4"
 WEIGHT_SETS = ("auto", "generator", "generator_ema")
 
 # What training wrappers put into names, wherever they occur.

@@ -11,6 +11,7 @@ from torch import Tensor
 from .checkpoint import Checkpoint
 from .config import Recipe
 from .lora import AdaptedWeights, Adapter, core_lora_tensors
+from .recipe import notes_for_file
 from .weight_file import WeightFileError, read_safetensors_metadata, write_safetensors
 
 Progress = Callable[[], None]
@@ -48,7 +49,7 @@ def save_dit(path: Path, weights: AdaptedWeights, recipe: Recipe | None, progres
     checkpoint, adapter = weights.checkpoint, weights.adapter
     metadata = {"format": "pt", "longlive_source": source_note(checkpoint.path, adapter.path if adapter else None)}
     if recipe is not None:
-        metadata |= {"longlive_release": recipe.name, "longlive_steps": str(recipe.steps)}
+        metadata |= notes_for_file(recipe)
     if adapter is not None or checkpoint.is_merged:
         # Keeps the loader from merging the same adapter a second time.
         metadata |= {"checkpoint_format": "longlive_generator_merged_lora", "merged_lora": "True"}
@@ -60,7 +61,7 @@ def save_lora(path: Path, adapter: Adapter, recipe: Recipe | None, progress: Pro
     """Write the matched layers of the adapter with their alphas."""
     metadata = {"format": "pt", "longlive_source": source_note(adapter.path)}
     if recipe is not None:
-        metadata |= {"longlive_release": recipe.name, "longlive_steps": str(recipe.steps)}
+        metadata |= notes_for_file(recipe)
     tensors = core_lora_tensors(adapter)
     write_safetensors(path, _specs(tensors), _with_progress(iter(tensors.items()), progress), metadata)
 

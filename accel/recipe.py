@@ -24,6 +24,7 @@ _STEPS_IN_NAME = re.compile(r"(?<![a-z0-9])s([1248])(?![a-z0-9])|(?<![0-9])([1-9
 _STAGE_1_IN_NAME = re.compile(r"stage[-_ ]?1(?!\d)", re.IGNORECASE)
 _STEP_NOTES = ("longlive_steps", "sampling_steps", "denoising_steps", "num_inference_steps", "inference.sampling_steps", "inference_steps")
 _UNDISTILLED_STEPS = 50  # upstream's default of inference.sampling_steps
+_ASSUMED = "assumed, as neither the file's notes nor its name say anything (a 2-step file needs steps 2)"
 
 
 def choose_recipe(
@@ -52,6 +53,14 @@ def choose_recipe(
     else:
         count, source = _find_steps(checkpoint, adapter, name, adapter_name)
     return replace(recipe, steps=count, notes=(why, f"steps {count}: {source}", f"shift {recipe.shift:g}: as both releases"))
+
+
+def notes_for_file(recipe: Recipe) -> dict[str, str]:
+    """What a converted file says about how it is sampled. Steps that were only assumed are left out: read again, they would look like knowledge."""
+    notes = {"longlive_release": recipe.name}
+    if f"steps {recipe.steps}: {_ASSUMED}" not in recipe.notes:
+        notes["longlive_steps"] = str(recipe.steps)
+    return notes
 
 
 def _release(checkpoint: Checkpoint, asked: str) -> tuple[Recipe | None, str]:
@@ -87,7 +96,7 @@ def _find_steps(checkpoint: Checkpoint, adapter: Adapter | None, name: str | Non
                 return int(match.group(1) or match.group(2)), f"from the {whose}{kind} name {part!r}"
             if not adapter and _STAGE_1_IN_NAME.search(part):
                 return _UNDISTILLED_STEPS, f"the {kind} name {part!r} says stage 1, which is not distilled: it needs many steps and guidance"
-    return 4, "assumed, as neither the file's notes nor its name say anything (a 2-step file needs steps 2)"
+    return 4, _ASSUMED
 
 
 def _steps_in_notes(notes: Mapping[str, object]) -> tuple[int, str] | None:

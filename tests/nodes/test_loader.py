@@ -228,6 +228,12 @@ def test_steps_are_assumed_and_that_is_said(folders):
     assert _execute(dit_name="model.pt", steps=3)[0].get_attachment("longlive_recipe").steps == 3
 
 
+def test_an_assumption_does_not_become_a_fact_by_converting(folders):
+    save_upstream(folders / "diffusion_models" / "model.pt", STATE)
+    _execute(dit_name="model.pt", save_converted="DiT")
+    assert "steps 4: assumed" in _execute(dit_name="model_core.safetensors")[1]
+
+
 def test_core_can_make_a_fresh_copy(tmp_path):
     lora = save_pt(tmp_path / "lora.pt", peft_names(FACTORS))
     patcher, _ = load_longlive(save_upstream(tmp_path / "x.pt", STATE), adapter=lora, weight_dtype=torch.bfloat16)
