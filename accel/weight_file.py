@@ -167,12 +167,14 @@ def _safetensors_header(path: Path) -> tuple[dict, int]:
         text = stream.read(length)
     try:
         header = json.loads(text)
-        assert isinstance(header, dict)
+        if not isinstance(header, dict):
+            raise ValueError("it is no table of tensors")
         for name, entry in header.items():
             if name != "__metadata__":
                 numbers = [*entry["shape"], *entry["data_offsets"]]
-                assert isinstance(entry["dtype"], str) and all(isinstance(number, int) and number >= 0 for number in numbers), name
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+                if not isinstance(entry["dtype"], str) or not all(isinstance(number, int) and number >= 0 for number in numbers):
+                    raise ValueError(name)
+    except (ValueError, KeyError, TypeError) as error:
         raise WeightFileError(f"{path.name} is not a readable safetensors file: its header is damaged ({error}); download it again") from error
     return header, 8 + length
 

@@ -34,8 +34,10 @@ class LatentPlan:
 def choose_plan(release: str, model=None) -> LatentPlan:
     """The plan for ``release``, where ``auto`` asks the connected MODEL, else takes LongLive 2.0 and says so.
 
-    Raises ValueError when the MODEL's latents are of another kind than ``release``, or of neither.
+    Raises ValueError for an unknown ``release``, and when the MODEL's latents are of another kind than it, or of neither.
     """
+    if release not in ("auto", *RELEASES):
+        raise ValueError(f"release {release!r} is not known; one of auto, {', '.join(RELEASES)} would work")
     if model is None:
         recipe = RELEASES.get(release, LONGLIVE_2)
         source = f"{release}, as set" if release in RELEASES else "LongLive 2.0, assumed: no model is connected"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import folder_paths
@@ -139,7 +138,7 @@ def _unknown_content(content: str) -> str | None:
 
 
 def _is_inside(path: Path) -> bool:
-    return os.path.commonpath([state_folder().resolve(), path.resolve()]) == str(state_folder().resolve())
+    return path.resolve().is_relative_to(state_folder().resolve())
 
 
 def _resolve(name: str) -> Path:

@@ -80,6 +80,7 @@ def test_a_16_channel_model_is_longlive_1():
         ({"width": 1000}, ("1000x704", "multiples of 32", "992 or 1024")),
         ({"width": 840, "height": 480, "release": "LongLive 1.0"}, ("multiples of 16", "832 or 848")),
         ({"seconds": 0.0}, ("0.0 s and 0 frames", "above 0")),
+        ({"release": "LongLive 3"}, ("LongLive 3", "is not known", "auto, LongLive 2.0, LongLive 1.0 would work")),
         ({"release": "LongLive 1.0", "model": 48}, ("LongLive 1.0 was asked", "48-channel", "LongLive 2.0")),
     ],
 )
