@@ -17,7 +17,7 @@ from .config import Recipe
 from .forward import ChunkCall, Memo
 from .kv_cache import KVCache
 from .noise import NoiseSource
-from .solver import FlowUniPC, network_timestep, renoise, renoise_sigmas, unipc_sigmas
+from .solver import FlowUniPC, network_timestep, renoise, sigmas_of
 from .window import EMPTY, Placement, Window
 
 
@@ -110,8 +110,7 @@ class ChunkLoop:
         self.network, self.recipe, self.options, self.video = network, recipe, options, video
         self.caches, self.device, self.on_forward = caches, device, on_forward
         self.memo = Memo()
-        sigmas = unipc_sigmas if recipe.solver == "unipc" else renoise_sigmas
-        self.sigmas = sigmas(recipe.steps, recipe.shift)
+        self.sigmas = sigmas_of(recipe)
 
     def prefill(self, given: Tensor, plan: ChunkPlan) -> None:
         """Take ``given`` (B, C, T, H, W) as the video's first frames: one clean pass per chunk under ``plan.prompt``."""

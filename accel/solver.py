@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from .config import Recipe
+
 # Wan's scheduler is built with 1,000 train steps, so the largest sigma before the shift is 999/1000.
 _LARGEST_SIGMA = 0.999
 
@@ -31,6 +33,11 @@ def unipc_sigmas(steps: int, shift: float) -> tuple[float, ...]:
 def renoise_sigmas(steps: int, shift: float) -> tuple[float, ...]:
     """Sigmas of LongLive 1.0, ``steps`` values and a final 0 (4 steps, shift 5: 1, 0.9375, 0.8333, 0.625, 0)."""
     return tuple(shifted(1 - i / steps, shift) for i in range(steps)) + (0.0,)
+
+
+def sigmas_of(recipe: Recipe) -> tuple[float, ...]:
+    """The sigmas that ``recipe``'s solver, steps and shift give, with the final 0."""
+    return (unipc_sigmas if recipe.solver == "unipc" else renoise_sigmas)(recipe.steps, recipe.shift)
 
 
 def network_timestep(sigma: float, solver: str) -> float:

@@ -23,7 +23,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Which model and picture a state belongs to. ``weights`` names checkpoint and patches; empty when the host could not tell."""
+    """Which model and picture a state belongs to. ``weights`` names the checkpoint, ``patches`` the LoRAs on it; empty when the host could not tell."""
 
     channels: int
     width: int
@@ -32,6 +32,7 @@ class ModelSignature:
     height: int  # latent rows
     columns: int  # latent columns
     weights: str = ""
+    patches: str = ""
 
     def mismatch(self, other: ModelSignature) -> str | None:
         """None when a state with this signature can continue on ``other``, else a sentence saying what differs."""

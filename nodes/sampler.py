@@ -11,7 +11,8 @@ from comfy_execution.graph import ExecutionBlocker
 from ..accel.config import Recipe
 from ..accel.sampler import LoopOptions
 from .node_text import show_text
-from .sampling import PARK_MODES, SamplingRequest, SamplingResult, recipe_of, sample_video, with_overrides
+from .sampling import SamplingResult, sample_video
+from .sampling_job import PARK_MODES, SamplingRequest, recipe_of, with_overrides
 
 STATE_TYPE = io.Custom("LONGLIVE_STATE")
 AUTO_ON_OFF = ("auto", "on", "off")

@@ -133,7 +133,8 @@ def run(model: str, lora: str | None, cap: float, dynamic: bool, chunks: int, ti
     from longlive.accel.plan import AttentionRequest
     from longlive.nodes.accelerate import accelerate
     from longlive.nodes.loader import load_longlive
-    from longlive.nodes.sampling import SamplingRequest, recipe_of, sample_video
+    from longlive.nodes.sampling import sample_video
+    from longlive.nodes.sampling_job import SamplingRequest, recipe_of
 
     ballast = []
     cuda = torch.cuda.is_available() and not tiny

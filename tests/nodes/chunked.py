@@ -55,3 +55,14 @@ def sample(model, positive=None, into=None, **widgets):
 def difference(one, other):
     """Relative L2 distance."""
     return ((one.double() - other.double()).norm() / other.double().norm()).item()
+
+
+def lora(layers=2, dim=128, rank=4, seed=2):
+    """A tiny LoRA file in the names that core maps."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [f"diffusion_model.blocks.{layer}.{part}.{linear}" for layer in range(layers) for part in ("self_attn", "cross_attn") for linear in "qkvo"]
+    file = {}
+    for name in names:
+        file[f"{name}.lora_A.weight"] = torch.randn(rank, dim, generator=generator) * 0.1
+        file[f"{name}.lora_B.weight"] = torch.randn(dim, rank, generator=generator) * 0.1
+    return file

@@ -11,7 +11,8 @@ from longlive.accel.sampler import ChunkPlan
 from longlive.accel.timeline import CUT_PREFIX, Timeline, schedule
 from longlive.nodes.node_text import show_text
 from longlive.nodes.prompts import LongLivePromptTimeline, prompt_entries
-from longlive.nodes.sampling import SamplingRequest, sample_video
+from longlive.nodes.sampling import sample_video
+from longlive.nodes.sampling_job import SamplingRequest
 from longlive.tests.nodes.tiny_wan import tiny_wan
 
 

@@ -102,9 +102,9 @@ def whole_timesteps_for_the_image(monkeypatch):
 
         frame_noise = frame_noise.setter(lambda self, value: None)
 
-    from longlive.nodes import sampling
+    from longlive.nodes import sampling_job
 
-    monkeypatch.setattr(sampling, "Clamp", Clamp)
+    monkeypatch.setattr(sampling_job, "Clamp", Clamp)
 
 
 def fractional_timesteps(monkeypatch):

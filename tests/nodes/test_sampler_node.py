@@ -10,9 +10,9 @@ import torch
 from comfy_execution.graph import ExecutionBlocker
 from longlive.accel.config import Recipe
 from longlive.accel.presets import LONGLIVE_2
-from longlive.nodes import sampling
+from longlive.nodes import sampling_job
+from longlive.nodes.loader import RECIPE_ATTACHMENT
 from longlive.nodes.sampler import LongLiveChunkedSampler
-from longlive.nodes.sampling import RECIPE_ATTACHMENT
 from longlive.tests.nodes.chunked import difference, execute, latent, prompt, sample, timeline
 from longlive.tests.nodes.tiny_wan import lively_wan
 
@@ -144,7 +144,7 @@ def test_no_state_blocks_what_hangs_on_it(wan):
 def test_an_exact_state_needs_room_on_the_host(wan, monkeypatch):
     size = 2 * 2 * 6 * 4 * 128 * 4
     free = types.SimpleNamespace(available=size - 1)
-    monkeypatch.setattr(sampling, "psutil", types.SimpleNamespace(virtual_memory=lambda: free))
+    monkeypatch.setattr(sampling_job, "psutil", types.SimpleNamespace(virtual_memory=lambda: free))
     with pytest.raises(ValueError, match="keeping an exact state needs .* GB of host memory and .* are free; choose `light`"):
         execute(wan, keep_state="exact")
     execute(wan, keep_state="light")
@@ -190,3 +190,11 @@ def test_the_text_goes_to_the_node_in_the_frontend(wan, monkeypatch):
 def test_every_seed_the_widget_allows(wan, seed, order):
     got = sample(wan, into=latent(2), seed=seed, noise_order=order)
     assert torch.isfinite(got).all() and torch.equal(got, sample(wan, into=latent(2), seed=seed, noise_order=order))
+
+
+def test_a_sampling_shift_set_on_the_model_is_said_to_be_unused(wan):
+    from comfy_extras.nodes_model_advanced import ModelSamplingSD3
+
+    shifted = ModelSamplingSD3().patch(wan, 3.0)[0]
+    assert "shift 5 is used; the MODEL's own sampling shift 3" in execute(shifted, into=latent(2))[2]
+    assert "own sampling shift" not in execute(shifted, into=latent(2), shift=3.0)[2]

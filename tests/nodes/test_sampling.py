@@ -22,7 +22,7 @@ from longlive.accel.kv_cache import KVCache
 from longlive.accel.presets import LONGLIVE_1
 from longlive.nodes import sampling
 from longlive.nodes.decode import make_plan
-from longlive.tests.nodes.chunked import difference, execute, latent, prompt, sample, start_image, text, timeline
+from longlive.tests.nodes.chunked import difference, execute, latent, lora, prompt, sample, start_image, text, timeline
 from longlive.tests.nodes.tiny_wan import lively_wan, tiny_wan, tiny_weights
 
 LAYERS = 2
@@ -341,7 +341,8 @@ def sample_rows(model, positive, row):
     from dataclasses import replace
 
     from longlive.accel.noise import ChunkNoise, GivenNoise
-    from longlive.nodes.sampling import SamplingRequest, recipe_of, sample_video
+    from longlive.nodes.sampling import sample_video
+    from longlive.nodes.sampling_job import SamplingRequest, recipe_of
 
     recipe = replace(recipe_of(model), steps=2, chunk_frames=2, window_frames=6, sink_frames=2)
     drawn = ChunkNoise(3, (row + 1, 48, 2, 4, 4))
@@ -642,17 +643,6 @@ def test_models_split_over_devices_or_context_windows_are_refused(wan):
 
 
 # LoRA, dtypes, quantised weights
-
-
-def lora(layers=LAYERS, dim=128, rank=4, seed=2):
-    """A tiny LoRA file in the names that core maps."""
-    generator = torch.Generator().manual_seed(seed)
-    names = [f"diffusion_model.blocks.{layer}.{part}.{linear}" for layer in range(layers) for part in ("self_attn", "cross_attn") for linear in "qkvo"]
-    file = {}
-    for name in names:
-        file[f"{name}.lora_A.weight"] = torch.randn(rank, dim, generator=generator) * 0.1
-        file[f"{name}.lora_B.weight"] = torch.randn(dim, rank, generator=generator) * 0.1
-    return file
 
 
 def test_a_lora_on_the_model_counts_and_comes_off_again(wan, plain):

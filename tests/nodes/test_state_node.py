@@ -6,6 +6,7 @@ import json
 import os
 import types
 
+import comfy.sd
 import folder_paths
 import pytest
 import torch
@@ -13,7 +14,7 @@ from longlive.accel import state as states
 from longlive.accel.state import load_state
 from longlive.nodes import state as state_node
 from longlive.nodes.state import LongLiveLoadState, LongLiveSaveState, saved_states, state_folder
-from longlive.tests.nodes.chunked import difference, execute, latent, prompt, sample, timeline
+from longlive.tests.nodes.chunked import difference, execute, latent, lora, prompt, sample, timeline
 from longlive.tests.nodes.tiny_wan import lively_wan
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -75,6 +76,14 @@ def test_exact_parts_equal_one_run_bit_for_bit(wan, long, parts, through_file):
         if through_file:
             state = load(save(state))
     assert got["samples"].shape[2] == 16 and torch.equal(got["samples"], long)
+
+
+def test_an_exact_state_under_other_loras_is_not_called_bit_equal(wan):
+    one, other = (comfy.sd.load_lora_for_models(wan, None, lora(seed=seed), 1.0, 0.0)[0] for seed in (2, 3))
+    again = comfy.sd.load_lora_for_models(wan, None, lora(seed=2), 1.0, 0.0)[0]
+    _, state, _ = execute(one, into=latent(4), keep_state="exact")
+    for model, note in ((again, ": bit-equal to an uninterrupted run"), (other, "made under other LoRAs"), (wan, "made under other LoRAs")):
+        assert note in execute(model, into=latent(2), state=load(save(state)))[2]
 
 
 def test_exact_parts_with_guidance(wan):
