@@ -1,6 +1,5 @@
 """What was asked, what happened and why, as data, JSON and text; every node reports through these classes."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,9 +35,6 @@ class Report:
             "counts": dict(self.counts),
             "notes": list(self.notes),
         }
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), ensure_ascii=False, indent=1)
 
     def text(self) -> str:
         """Plain text, a line each; counts that hold a dict are spread over one line."""

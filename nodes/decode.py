@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..accel import geometry, stream_decode
 from ..accel.stream_decode import StreamOptions
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 from .video_file import Encoder, VideoWriter, pick_encoder
 
@@ -107,6 +108,8 @@ def make_plan(samples: Tensor, note: dict, vae: comfy.sd.VAE, first_frame: int, 
         notes.append(f"decoding starts at latent {start}, {wanted - start} before the first one wanted, and drops their frames, so that the result is exact")
     elif first_frame:
         notes.append(f"all frames were decoded and the first {first_frame} dropped")
+    if fps and fps < 0.001:
+        raise ValueError(f"a frame rate of {fps:g} was asked for; 0.001 or more would work, and 0 takes the latents' own")
     rate = fps or note.get("fps") or RELEASE_FPS.get(channels, 24.0)
     return DecodePlan(first_frame, end_frame, start, end_latent, float(rate), options, tuple(notes))
 
@@ -397,6 +400,7 @@ class LongLiveStreamDecode(io.ComfyNode):
         crf: int = 18,
         speed: str = "fast",
     ) -> io.NodeOutput:
+        refuse_unknown(("output", output, OUTPUTS), ("speed", speed, SPEEDS))
         vae.throw_exception_if_invalid()
         note = dict(samples.get("longlive") or {})
         latents = _video_latents(samples["samples"])
@@ -429,10 +433,7 @@ class LongLiveStreamDecode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, output: str = "video", speed: str = "fast") -> bool | str:
-        for name, value, known in (("output", output, OUTPUTS), ("speed", speed, SPEEDS)):
-            if value not in known:
-                return f"{name} {value!r} is not known; one of {', '.join(known)} would work"
-        return True
+        return unknown_choice(("output", output, OUTPUTS), ("speed", speed, SPEEDS)) or True
 
 
 def _video_latents(samples: Tensor) -> Tensor:

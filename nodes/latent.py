@@ -12,6 +12,7 @@ from ..accel import geometry
 from ..accel.config import Recipe
 from ..accel.geometry import WAN21_GRID, WAN22_GRID, PixelGrid
 from ..accel.presets import LONGLIVE_1, LONGLIVE_2
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 
 RELEASES = {"LongLive 2.0": LONGLIVE_2, "LongLive 1.0": LONGLIVE_1}
@@ -36,8 +37,7 @@ def choose_plan(release: str, model=None) -> LatentPlan:
 
     Raises ValueError for an unknown ``release``, and when the MODEL's latents are of another kind than it, or of neither.
     """
-    if release not in ("auto", *RELEASES):
-        raise ValueError(f"release {release!r} is not known; one of auto, {', '.join(RELEASES)} would work")
+    refuse_unknown(("release", release, ("auto", *RELEASES)))
     if model is None:
         recipe = RELEASES.get(release, LONGLIVE_2)
         source = f"{release}, as set" if release in RELEASES else "LongLive 2.0, assumed: no model is connected"
@@ -160,6 +160,10 @@ class LongLiveEmptyLatent(io.ComfyNode):
         latent = {"samples": samples, "longlive": {"asked_frames": count, "asked_pixel_frames": pixel_frames, "fps": rate}}
         show_text(cls, shown)
         return io.NodeOutput(latent, ui=ui.PreviewText(shown))
+
+    @classmethod
+    def validate_inputs(cls, release: str = "auto") -> bool | str:
+        return unknown_choice(("release", release, ("auto", *RELEASES))) or True
 
 
 NODES = [LongLiveEmptyLatent]

@@ -27,6 +27,7 @@ from ..accel.config import Recipe
 from ..accel.lora import AdaptedWeights, Adapter, read_adapter, refuse_double_merge
 from ..accel.recipe import RELEASES, choose_recipe
 from ..accel.weight_file import WeightFileError
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 
 RECIPE_ATTACHMENT = "longlive_recipe"
@@ -407,6 +408,7 @@ class LoadLongLiveDiT(io.ComfyNode):
         container_weights: str = "auto",
         save_converted: str = "off",
     ) -> io.NodeOutput:
+        refuse_unknown(*_choices(release, weight_dtype, container_weights, save_converted))
         path = folder_paths.get_full_path_or_raise("diffusion_models", dit_name)
         lora = None if adapter == NO_ADAPTER else folder_paths.get_full_path_or_raise("loras", adapter)
         patcher, report = load_longlive(
@@ -423,11 +425,22 @@ class LoadLongLiveDiT(io.ComfyNode):
         show_text(cls, report.text())
         return io.NodeOutput(patcher, ui=ui.PreviewText(report.text()))
 
+    @classmethod
+    def validate_inputs(cls, release: str = "auto", weight_dtype: str = "auto", container_weights: str = "auto", save_converted: str = "off") -> bool | str:
+        return unknown_choice(*_choices(release, weight_dtype, container_weights, save_converted)) or True
+
+
+def _choices(release: str, weight_dtype: str, container_weights: str, save_converted: str) -> tuple:
+    return (
+        ("release", release, RELEASES),
+        ("weight_dtype", weight_dtype, WEIGHT_DTYPES),
+        ("container_weights", container_weights, WEIGHT_SETS),
+        ("save_converted", save_converted, SAVE_MODES),
+    )
+
 
 def _save_request(mode: str, dit: Path, lora: Path | None) -> SaveRequest | None:
     """Put converted files beside their originals, where core's loaders list them."""
-    if mode not in SAVE_MODES:
-        raise ValueError(f"save_converted must be one of {', '.join(SAVE_MODES)}, got {mode!r}")
     if mode == "off":
         return None
     if lora is None and mode != "DiT":

@@ -6,6 +6,7 @@ from comfy_api.latest import io, ui
 
 from ..accel.presets import LONGLIVE_1, LONGLIVE_2
 from ..accel.timeline import Timeline, parse, snapped_text
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 
 # The DiT reads this many rows of text (LongLive wan_5b/modules/model.py, text_len).
@@ -125,6 +126,7 @@ class LongLivePromptTimeline(io.ComfyNode):
     ) -> io.NodeOutput:
         if clip is None:
             raise ValueError("no text encoder is connected, or the file it was loaded from holds none; load umT5-XXL with CLIPLoader, type wan")
+        refuse_unknown(("model", model, RELEASES), ("times_count_from", times_count_from, ORIGINS))
         recipe = RELEASES[model]
         timeline = parse(text, origin=ORIGINS[times_count_from])
         conditioning, notes = encode_timeline(clip, timeline, prompt_weights=prompt_weights)
@@ -140,6 +142,10 @@ class LongLivePromptTimeline(io.ComfyNode):
         )
         show_text(cls, shown)
         return io.NodeOutput(conditioning, ui=ui.PreviewText(shown))
+
+    @classmethod
+    def validate_inputs(cls, model: str = "LongLive 2.0", times_count_from: str = "the new part") -> bool | str:
+        return unknown_choice(("model", model, RELEASES), ("times_count_from", times_count_from, ORIGINS)) or True
 
 
 NODES = [LongLivePromptTimeline]

@@ -10,6 +10,7 @@ from comfy_execution.graph import ExecutionBlocker
 
 from ..accel.config import Recipe
 from ..accel.sampler import LoopOptions
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 from .sampling import SamplingResult, sample_video
 from .sampling_job import PARK_MODES, SamplingRequest, recipe_of, with_overrides
@@ -24,19 +25,14 @@ def _switch(value: str) -> bool | None:
     return {"auto": None, "on": True, "off": False}[value]
 
 
-def _unknown_option(keep_state: str, shot_pinning: str, recache_on_switch: str, kv_dtype: str, noise_order: str) -> str | None:
-    """A sentence about the first option whose value is not known, else None."""
-    asked = (
+def _choices(keep_state: str, shot_pinning: str, recache_on_switch: str, kv_dtype: str, noise_order: str) -> tuple:
+    return (
         ("keep_state", keep_state, PARK_MODES),
         ("shot_pinning", shot_pinning, AUTO_ON_OFF),
         ("recache_on_switch", recache_on_switch, AUTO_ON_OFF),
         ("kv_dtype", kv_dtype, tuple(KV_DTYPES)),
         ("noise_order", noise_order, NOISE_ORDERS),
     )
-    for name, value, known in asked:
-        if value not in known:
-            return f"{name} {value!r} is not known; one of {', '.join(known)} would work"
-    return None
 
 
 def summary(result: SamplingResult, recipe: Recipe, seconds: float) -> str:
@@ -251,10 +247,7 @@ class LongLiveChunkedSampler(io.ComfyNode):
         extend=None,
         state=None,
     ) -> io.NodeOutput:
-        # A value that comes through a link is not seen by validate_inputs.
-        problem = _unknown_option(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order)
-        if problem is not None:
-            raise ValueError(problem)
+        refuse_unknown(*_choices(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order))
         recipe = with_overrides(
             recipe_of(model),
             steps=steps or None,
@@ -292,7 +285,7 @@ class LongLiveChunkedSampler(io.ComfyNode):
         noise_order: str = "per chunk",
     ) -> bool | str:
         # Named here so that core hands them over unchecked: an unknown key then gets our sentence instead of a bare list.
-        return _unknown_option(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order) or True
+        return unknown_choice(*_choices(keep_state, shot_pinning, recache_on_switch, kv_dtype, noise_order)) or True
 
 
 NODES = [LongLiveChunkedSampler]

@@ -87,7 +87,7 @@ def sample_video(
         in_loop = bool(sampler.caches)
         sampler.release()
         _forget_frames(error, outer)
-        if not isinstance(error, torch.OutOfMemoryError) or not in_loop:
+        if not (in_loop and isinstance(error, Exception) and comfy.model_management.is_oom(error)):
             raise  # not about memory, or already in our words
         free = comfy.model_management.get_free_memory(clone.load_device)
         raise torch.OutOfMemoryError(

@@ -127,7 +127,7 @@ class Job:
             raise ValueError(f"CFG {request.cfg:g} needs a negative prompt and none is connected; connect one, or set CFG to 1 (LongLive's own value)")
 
         model_channels = model.get_model_object("latent_format").latent_channels
-        samples = _video_tensor(latent["samples"], model_channels, "the latent", model)
+        samples = _video_tensor(latent["samples"], model_channels, "the latent")
         batch, channels, asked, height, width = samples.shape
         frame_tokens = _check_grid(height, width, channels)
         chunk_frames = recipe.chunk_frames
@@ -144,7 +144,7 @@ class Job:
             _check_state(state, signature, request)
             first_chunk = len(state.chunk_lengths)
         if extend is not None:
-            given = _video_tensor(extend["samples"], model_channels, "the latent to extend", model)
+            given = _video_tensor(extend["samples"], model_channels, "the latent to extend")
             if given.shape[0] != batch or given.shape[3:] != samples.shape[3:]:
                 raise ValueError(
                     f"the latent to extend is batch {given.shape[0]}, {given.shape[3]}x{given.shape[4]} (rows x columns), the new part is batch {batch}, "
@@ -158,6 +158,10 @@ class Job:
             given = model.model.process_latent_in(given[:, :, :whole].to(torch.float32))
             first_chunk = whole // chunk_frames
 
+        if first_chunk:
+            notes.append(
+                f"the new part follows {pixel_frames_of(first_chunk * chunk_frames)} frames: whole chunks, also where fewer were asked for and decoded"
+            )
         asked_pixels = note.get("asked_pixel_frames")
         if asked_pixels is not None and latent_frames_for(asked_pixels) != asked:
             asked_pixels = None  # another node has changed the latent's length since
@@ -171,9 +175,13 @@ class Job:
             )
         if request.options.clean_recache and not (recipe.shot_pin and recipe.sink_frames):
             notes.append("clean_recache has no effect: it needs shot pinning and a sink")
+        if not (request.options.keep_sink or recipe.recache_on_switch):
+            notes.append("recache_sink has no effect: recache_on_switch is off")
+        if "easycache" in model.model_options.get("transformer_options", {}):
+            notes.append("EasyCache on the MODEL skips denoising passes by its own rule; clean passes always run")
 
         mask = latent.get("noise_mask")
-        clamps = {} if mask is None else _clamps(model, samples, mask, chunk_frames, num_chunks, first_chunk)
+        clamps = {} if mask is None else _clamps(model, samples, mask, chunk_frames, num_chunks)
         if not clamps and torch.count_nonzero(samples) > 0:
             notes.append("only the size of the latent is used, not what is in it; a finished video to continue belongs into `extend`")
         if clamps and first_chunk:
@@ -195,6 +203,8 @@ class Job:
             _check_conditioning("negative", negative)
             negative = _padded(negative, notes)
         else:
+            if negative is not None:
+                notes.append("the negative prompt is not used: CFG is 1")
             negative = None
         _check_conditioning("positive", entries)
         entries = _padded(entries, notes)
@@ -270,7 +280,7 @@ class Job:
         }
 
 
-def _video_tensor(samples: Tensor, channels: int, what: str, model: ModelPatcher) -> Tensor:
+def _video_tensor(samples: Tensor, channels: int, what: str) -> Tensor:
     if samples.ndim != 5:
         raise ValueError(f"{what} has {samples.ndim} dimensions; a video latent has 5 (batch, channels, frames, rows, columns): use Empty LongLive Latent")
     if samples.shape[1] != channels:
@@ -300,8 +310,13 @@ def _check_state(state: LongLiveState, signature: ModelSignature, request: Sampl
         old, new = getattr(state.recipe, name), getattr(request.recipe, name)
         if old != new:
             raise ValueError(f"the state was made with {label} {old} and now {label} {new} is asked; set it back to {old}, or start a new video")
-    for name, label in (("relative_rope", "relative RoPE"), ("time_scale", "time scale")):
-        old, new = getattr(state.options, name), getattr(request.options, name)
+    positions = [
+        (label, getattr(state.options, name), getattr(request.options, name))
+        for name, label in (("relative_rope", "relative RoPE"), ("time_scale", "time scale"))
+    ]
+    if state.shot:  # before the first cut no frame carries an offset
+        positions.append(("shot RoPE offset", state.recipe.shot_rope_offset, request.recipe.shot_rope_offset))
+    for label, old, new in positions:
         if old != new:
             raise ValueError(f"the state was made with {label} {old} and now {label} {new} is asked, so its keys do not fit; set it back, or start a new video")
 
@@ -357,7 +372,7 @@ def _compute_dtype(model: ModelPatcher) -> torch.dtype:
     return model.get_model_object("manual_cast_dtype") or model.model.get_dtype()
 
 
-def _clamps(model: ModelPatcher, samples: Tensor, mask: Tensor, chunk_frames: int, num_chunks: int, first_chunk: int) -> dict[int, Clamp]:
+def _clamps(model: ModelPatcher, samples: Tensor, mask: Tensor, chunk_frames: int, num_chunks: int) -> dict[int, Clamp]:
     """Slice start image and mask per chunk; only chunks that hold given parts get an entry."""
     mask = comfy.sampler_helpers.prepare_mask(mask, samples.shape, "cpu")[:, :1].to(torch.float32)
     if bool((mask == 1).all()):

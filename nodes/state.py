@@ -9,6 +9,7 @@ import psutil
 from comfy_api.latest import io, ui
 
 from ..accel.state import LongLiveState, load_state, save_state
+from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 from .sampler import STATE_TYPE
 
@@ -68,9 +69,7 @@ class LongLiveSaveState(io.ComfyNode):
 
     @classmethod
     def execute(cls, state: LongLiveState, name: str = "video", content: str = "as given") -> io.NodeOutput:
-        problem = _unknown_content(content)
-        if problem is not None:
-            raise ValueError(problem)
+        refuse_unknown(("content", content, CONTENT))
         state_folder().mkdir(parents=True, exist_ok=True)
         folder, filename, counter, _, _ = folder_paths.get_save_image_path(name.strip() or "video", str(state_folder()))
         path = Path(folder) / f"{filename}_{counter:05}_{SUFFIX}"
@@ -86,7 +85,7 @@ class LongLiveSaveState(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, content: str = "as given") -> bool | str:
-        return _unknown_content(content) or True
+        return unknown_choice(("content", content, CONTENT)) or True
 
 
 class LongLiveLoadState(io.ComfyNode):
@@ -131,10 +130,6 @@ class LongLiveLoadState(io.ComfyNode):
     def validate_inputs(cls, file: str = "") -> bool | str:
         # The file may be saved by a node of the same graph, so only a name that leaves the folder is refused here.
         return True if _is_inside(state_folder() / file) else f"{file!r} lies outside output/{FOLDER}; choose a file from the list"
-
-
-def _unknown_content(content: str) -> str | None:
-    return None if content in CONTENT else f"content {content!r} is not known; one of {', '.join(CONTENT)} would work"
 
 
 def _is_inside(path: Path) -> bool:

@@ -164,10 +164,10 @@ def _in_child(job: dict) -> dict:
 def _bootstrap() -> None:
     """Register the checkout as ``longlive`` and put ComfyUI on the path, as the tests do."""
     sys.path.insert(0, str(TESTS))
-    import conftest
+    import bootstrap
 
     sys.path.remove(str(TESTS))
-    if conftest.COMFYUI is None:
+    if bootstrap.COMFYUI is None:
         sys.exit("no ComfyUI found: set COMFYUI_PATH to a ComfyUI folder, or run `python run.py test` once to install one")
 
 

@@ -349,7 +349,7 @@ def test_memory_does_not_grow_with_the_length(output, vae22, monkeypatch):
 CHILD = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-import conftest
+import bootstrap
 import torch
 torch.set_num_threads(1)
 import folder_paths

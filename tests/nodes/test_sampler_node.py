@@ -198,3 +198,18 @@ def test_a_sampling_shift_set_on_the_model_is_said_to_be_unused(wan):
     shifted = ModelSamplingSD3().patch(wan, 3.0)[0]
     assert "shift 5 is used; the MODEL's own sampling shift 3" in execute(shifted, into=latent(2))[2]
     assert "own sampling shift" not in execute(shifted, into=latent(2), shift=3.0)[2]
+
+
+def test_inputs_without_effect_are_said(wan):
+    shown = execute(wan, into=latent(2), negative=prompt(1), recache_sink=True)[2]
+    assert "the negative prompt is not used: CFG is 1" in shown
+    assert "recache_sink has no effect: recache_on_switch is off" in shown
+    quiet = execute(wan, into=latent(2), recache_sink=True, recache_on_switch="on")[2]
+    assert "not used" not in quiet and "no effect" not in quiet
+
+
+def test_easycache_on_the_model_is_said(wan):
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    cached = EasyCacheNode.execute(wan, 0.2, 0.15, 0.95, False).args[0]
+    assert "EasyCache on the MODEL skips denoising passes" in execute(cached, into=latent(2))[2]

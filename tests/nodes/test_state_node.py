@@ -154,6 +154,25 @@ def test_steps_shift_seed_prompt_and_guidance_may_change(wan, exact):
         assert ("the state was made without a negative branch" in shown) == ("cfg" in widgets)
 
 
+def test_another_shot_offset_is_refused_only_after_a_cut(wan, exact):
+    assert execute(wan, into=latent(2), state=exact, shot_rope_offset=3.0)[1].recipe.shot_rope_offset == 3.0
+    _, cut, _ = execute(wan, timeline("0:00 a\n0:00.6 cut b"), latent(8), keep_state="exact")
+    with pytest.raises(ValueError, match="state was made with shot RoPE offset 8.0 and now shot RoPE offset 3.0 is asked"):
+        execute(wan, into=latent(2), state=cut, shot_rope_offset=3.0)
+
+
+def test_the_state_carries_the_accelerators_report_and_where_the_new_part_begins(wan):
+    from longlive.accel.plan import AttentionRequest
+    from longlive.nodes.accelerate import accelerate
+
+    accelerated, _ = accelerate(wan, AttentionRequest("auto"), "7")
+    _, state, _ = execute(accelerated, into=latent(3), keep_state="light")
+    attention = load(save(state)).report["attention"]
+    assert attention["requested"] == "auto" and attention["effective"] and attention["why"] and attention["node_id"] == "7"
+    # 3 latent frames asked of chunks of 2: the second part begins after 4 latent frames = 13 frames.
+    assert "the new part follows 13 frames: whole chunks" in execute(wan, into=latent(2), state=state)[2]
+
+
 # States are not changed
 
 
