@@ -190,6 +190,9 @@ def main() -> int:
     forward = statistics.median(row["forward_ms"] for row in full) if full else float("nan")
     chunk_ms = statistics.median(row["chunk_ms"] for row in full) if full else float("nan")
     print(f"full window: forward {forward:.1f} ms, chunk of 32 frames {chunk_ms:.0f} ms = {32000 / chunk_ms:.1f} fps without decoding")
+    if options.chunks >= 50:
+        early, late = (statistics.median(row["chunk_ms"] for row in part) for part in (rows[4:24], rows[-20:]))
+        print(f"flat: chunks 4 to 23 {early:.1f} ms, chunks {options.chunks - 20} to {options.chunks - 1} {late:.1f} ms ({100 * (late / early - 1):+.1f} %)")
     if cuda:
         print(f"memory: weights {weights / 1e9:.2f} GB, peak {peak:.2f} GB with the window of {loop.caches[0].shape.num_bytes / 1e9:.2f} GB; wall {wall:.1f} s")
     if options.json:
