@@ -17,6 +17,8 @@ from longlive.accel.window import Window
 from longlive.tests.reference import full_history
 from longlive.tests.reference.bare_network import BareNetwork, prompt_rows
 from longlive.tests.reference.tiny_dit import TinyDit, attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SIZE = (4, 6)  # latent rows, columns: 2 x 3 = 6 tokens a frame
 
@@ -269,16 +271,30 @@ def test_forward_is_differentiable_through_the_window():
     assert all(torch.equal(a, b) for a, b in zip(past, (t[:, :12] for t in loop.caches[0].view(0, 2))))
 
 
+class CountOps(TorchDispatchMode):
+    """Counts tensor operations and the elements that they return."""
+
+    count = elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        self.count += 1
+        self.elements += sum(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        return out
+
+
 @torch.no_grad()
-def test_memory_and_shapes_are_flat_to_chunk_300():
+def test_work_and_memory_are_flat_to_chunk_300():
     dit, prompts = TinyDit(layers=1), prompt_rows("a", "b")
     asked = recipe(1, 4, 1, steps=1)
     loop = new_loop(asked, BareNetwork(dit, prompts))
     noise = noise_for(asked, dit)
     pointers = [tensor.data_ptr() for tensor in loop.caches[0].keys]
-    counts, elements = [], []
+    counts, elements, work = [], [], []
     for chunk in range(300):
-        loop.run(ChunkPlan("ab"[chunk // 40 % 2], is_cut=chunk % 40 == 0 and chunk > 0), noise)
+        with CountOps() as ops:
+            loop.run(ChunkPlan("ab"[chunk // 40 % 2], is_cut=chunk % 40 == 0 and chunk > 0), noise)
+        work.append((ops.count, ops.elements))
         loop.network.calls.clear()
         if chunk in (20, 299):
             gc.collect()
@@ -287,6 +303,8 @@ def test_memory_and_shapes_are_flat_to_chunk_300():
             counts.append(len(sizes))
             elements.append(sum(sizes))
     assert counts[0] == counts[1] and elements[0] == elements[1]
+    # The same tensor operations on as many elements: chunk 299 costs what chunk 5 costs, but where a new prompt is projected (every 40 chunks).
+    assert {work[chunk] for chunk in range(5, 300) if chunk % 40} == {work[5]}
     assert pointers == [tensor.data_ptr() for tensor in loop.caches[0].keys], "the cache moved"
     assert len(loop.video.window.order) == 4
 
