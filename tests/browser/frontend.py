@@ -108,8 +108,8 @@ class Frontend:
         if message.type == "error" and not any(part in text for part in NOT_OURS):
             self.problems.append(text)
 
-    def open_template(self, pack: str, name: str) -> None:
-        """Open a shipped workflow the way a user does: template browser, the pack's heading, the card."""
+    def open_template(self, name: str) -> None:
+        """Open a shipped workflow the way a user does: template browser, the workflow's card."""
         page = self.page
         page.evaluate("() => app.graph.clear()")
         if not page.get_by_test_id("template-workflows-content").is_visible():

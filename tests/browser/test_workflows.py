@@ -19,7 +19,7 @@ def _without_titles(prompt: dict) -> dict:
 
 @pytest.mark.parametrize("api", API, ids=lambda path: path.stem)
 def test_workflow_opens_complete_and_equals_its_api_twin(frontend, screenshots, api):
-    frontend.open_template("longlive-stream", api.stem)
+    frontend.open_template(api.stem)
     frontend.fit_view()
     frontend.screenshot(screenshots / f"{api.stem}.png")
     assert frontend.unknown_types() == []

@@ -190,10 +190,19 @@ class Installer:
                 library.unlink()
 
     def _pip(self, python: Path, *arguments: str) -> None:
-        command = [str(python), "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check", "--no-input"]
+        command = [*_pip_for(python), *arguments, "--quiet", "--disable-pip-version-check", "--no-input"]
         result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if result.returncode:
             raise HostError(f"pip failed ({' '.join(command)}):\n{(result.stderr or result.stdout).strip()[-2000:]}")
+
+
+def _pip_for(python: Path) -> list[str]:
+    """The start of a pip command for that Python: its own pip, else ours pointed at it (environments made by uv have none)."""
+    if _has_module(python, "pip"):
+        return [str(python), "-m", "pip"]
+    if _has_module(Path(sys.executable), "pip"):
+        return [sys.executable, "-m", "pip", "--python", str(python)]
+    raise HostError(f"neither {python} nor {sys.executable} has pip; run this with a Python that has it, or `{python} -m ensurepip` first")
 
 
 def ask_torch(python: Path, remembered: Path | None = None) -> Torch | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from longlive.tests.browser import frontend
-from longlive.tests.host import locate, server, stand_in
+from longlive.tests.host import install, locate, server, stand_in
 from longlive.tests.host.install import Installer
 from longlive.tests.host.locate import HostError
 
@@ -89,6 +89,16 @@ def test_installer_step_runs_once_and_again_after_a_change_or_a_failure(tmp_path
 
 def _fail():
     raise OSError("no space")
+
+
+def test_pip_of_this_python_serves_one_that_has_none(tmp_path, monkeypatch):
+    bare = tmp_path / "python"
+    monkeypatch.setattr(install, "_has_module", lambda python, name: Path(python) != bare)
+    assert install._pip_for(bare) == [sys.executable, "-m", "pip", "--python", str(bare)]
+    assert install._pip_for(Path("other")) == ["other", "-m", "pip"]
+    monkeypatch.setattr(install, "_has_module", lambda python, name: False)
+    with pytest.raises(HostError, match="neither .* nor .* has pip; run this with a Python that has it, or `.*python -m ensurepip`"):
+        install._pip_for(bare)
 
 
 @pytest.mark.parametrize("links", [True, False])
