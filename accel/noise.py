@@ -98,9 +98,12 @@ class GivenNoise:
     chunk_frames: int
     first_chunk: int = 0
     renoise: Tensor | None = None
+    single_first_frame: bool = False  # the first chunk has one latent frame
 
     def initial(self, chunk: int) -> Tensor:
         start = (chunk - self.first_chunk) * self.chunk_frames
+        if self.single_first_frame and start > 0:
+            start -= self.chunk_frames - 1
         return self.noise[:, :, start : start + self.chunk_frames]
 
     def fresh(self, chunk: int, step: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -27,12 +28,15 @@ class LoopOptions:
 
     clean_recache: forget all but the sink before a cut's clean pass (``shot_clean_recache``). relative_rope: positions by place in the window
     (``use_relative_rope``). time_scale: factor on time positions (``t_scale``). keep_sink: a re-cache leaves the sink's keys alone (``global_sink``, 1.0).
+    single_first_frame: the first chunk is one latent frame (``independent_first_frame`` without an image; no released weights were trained for it, so no
+    node offers it).
     """
 
     clean_recache: bool = False
     relative_rope: bool = False
     time_scale: float = 1.0
     keep_sink: bool = True
+    single_first_frame: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,14 @@ class ChunkLoop:
     def run(self, plan: ChunkPlan, noise: NoiseSource, clamp: Clamp | None = None) -> Tensor:
         """Make the next chunk; returns its latents (B, C, f, H, W) on the loop's device."""
         video, recipe = self.video, self.recipe
-        start, length = video.num_frames, recipe.chunk_frames
+        start = video.num_frames
+        length = 1 if self.options.single_first_frame and start == 0 else recipe.chunk_frames
         if plan.is_cut:
             video.shot += 1
         elif plan.is_switch and recipe.recache_on_switch and start > 0:
             self.recache(plan.prompt)
         video.offsets += [video.shot * recipe.shot_rope_offset] * length
-        x = noise.initial(video.next_chunk).to(self.device, torch.float32)
+        x = noise.initial(video.next_chunk)[:, :, :length].to(self.device, torch.float32)
         x = self._denoise(x, start, plan.prompt, noise, clamp)
         pins = plan.is_cut and recipe.shot_pin and recipe.sink_frames > 0
         if pins and self.options.clean_recache:
@@ -163,11 +168,12 @@ class ChunkLoop:
     def rebuild(self, prompt: object, keep: int = 0) -> None:
         """Commit the window's frames again in window order, chunk by chunk, after its first ``keep`` frames."""
         window = self.video.window
+        starts = set(accumulate((chunk.shape[2] for chunk in self.video.latents), initial=0))
         groups: list[list[int]] = []
         for frame in window.frames()[keep:]:
             if frame == EMPTY:
                 continue
-            if groups and frame == groups[-1][-1] + 1 and frame % self.recipe.chunk_frames:
+            if groups and frame == groups[-1][-1] + 1 and frame not in starts:
                 groups[-1].append(frame)
             else:
                 groups.append([frame])

@@ -128,8 +128,9 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
     batch, channels, _, height, width = noise.shape
     given = tensors.get("initial_latent")
     is_image = given is not None and _setting(settings, "independent_first_frame", False)
+    is_single = given is None and _setting(settings, "independent_first_frame", False)
     prefix = given.shape[1] // length if given is not None and not is_image else 0
-    chunks = noise.shape[2] // length
+    chunks = -(-noise.shape[2] // length)  # with a single first frame, one more than whole chunks
 
     plans, entries = _prompts(tensors, settings, chunks, length, batch, is_first)
     positive = [[rows, {}] for rows in entries]
@@ -148,10 +149,10 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
     renoise = tensors.get("renoise")
     if renoise is not None:  # [chunk, step, batch * frame, channel, height, width] -> (chunk, step, B, C, f, H, W)
         renoise = renoise.reshape(*renoise.shape[:2], batch, length, *renoise.shape[-3:]).transpose(3, 4)
-    source = GivenNoise(noise.float(), length, prefix, None if renoise is None else renoise.float())
+    source = GivenNoise(noise.float(), length, prefix, None if renoise is None else renoise.float(), is_single)
     extend = {"samples": process_out(given.transpose(1, 2).float())} if prefix else None
     plans = [ChunkPlan(index, cut, switch) for index, cut, switch in plans]
-    request = SamplingRequest(recipe, options, cfg=cfg, kv_dtype=torch.float32, park="none")
+    request = SamplingRequest(recipe, replace(options, single_first_frame=is_single), cfg=cfg, kv_dtype=torch.float32, park="none")
     result = sample_video(model, positive, negative, latent, request, extend=extend, noise=source, plans=plans)
     return model.model.process_latent_in(result.latent["samples"].float()).transpose(1, 2)
 

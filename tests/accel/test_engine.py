@@ -40,21 +40,22 @@ def noise_for(recipe, dit, seed=3, rows=SIZE):
 
 
 @torch.no_grad()
-def sample_slowly(dit, recipe, plans, prompts, noise):
+def sample_slowly(dit, recipe, plans, prompts, noise, single_first_frame=False):
     """The reference loop over ``full_history``: same solver, tensors rolled for real."""
     cache = full_history.RolledCache(recipe.window_frames, recipe.sink_frames, recipe.shot_pin, SIZE[0] * SIZE[1] // 4)
     sigmas, out, shot = unipc_sigmas(recipe.steps, recipe.shift), [], 0
     for chunk, plan in enumerate(plans):
         shot += plan.is_cut
-        start = chunk * recipe.chunk_frames
-        times = [start + i + shot * recipe.shot_rope_offset for i in range(recipe.chunk_frames)]
-        x, solver = noise.initial(chunk), FlowUniPC(sigmas)
+        start = sum(x.shape[2] for x in out)
+        length = 1 if single_first_frame and chunk == 0 else recipe.chunk_frames
+        times = [start + i + shot * recipe.shot_rope_offset for i in range(length)]
+        x, solver = noise.initial(chunk)[:, :, :length], FlowUniPC(sigmas)
         for sigma in sigmas[:-1]:
-            t = [network_timestep(sigma, "unipc")] * recipe.chunk_frames
+            t = [network_timestep(sigma, "unipc")] * length
             x = solver.step(x, full_history.forward(dit, x, t, prompts[plan.prompt], cache, start, times))
-        full_history.forward(dit, x, [0.0] * recipe.chunk_frames, prompts[plan.prompt], cache, start, times)
+        full_history.forward(dit, x, [0.0] * length, prompts[plan.prompt], cache, start, times)
         if plan.is_cut and recipe.shot_pin and recipe.sink_frames:
-            cache.pin_newest(recipe.chunk_frames)
+            cache.pin_newest(length)
         out.append(x)
     return torch.cat(out, 2)
 
@@ -86,6 +87,25 @@ def test_chunk_loop_equals_rolling_real_tensors(chunk, window, sink, pin, cuts):
     got = torch.cat([loop.run(plan, noise) for plan in plans], 2)
     expected = sample_slowly(dit, asked, plans, prompts, noise)
     assert ((got - expected).norm() / expected.norm()).item() < 2e-6
+
+
+@torch.no_grad()
+def test_a_single_first_frame_moves_every_later_chunk_by_one():
+    dit, prompts = TinyDit(), prompt_rows("a", "b")
+    asked = recipe(2, 7, 2, True)
+    plans = [ChunkPlan("b" if chunk >= 3 else "a", is_cut=chunk == 3) for chunk in range(8)]
+    noise = noise_for(asked, dit)
+    loop = new_loop(asked, BareNetwork(dit, prompts), options=LoopOptions(single_first_frame=True))
+    got = torch.cat([loop.run(plan, noise) for plan in plans], 2)
+    expected = sample_slowly(dit, asked, plans, prompts, noise, single_first_frame=True)
+    assert got.shape[2] == 15 and ((got - expected).norm() / expected.norm()).item() < 2e-6
+    # A rebuild commits chunk by chunk, and the chunks begin at 0, 1, 3, 5, ...
+    frames = loop.video.window.frames()
+    loop.network.calls.clear()
+    loop.rebuild("b")
+    groups = [call.placement.frames[-len(call.query_times) :] for call in loop.network.calls]
+    assert sum(groups, ()) == frames == loop.video.window.frames()
+    assert all(not any(frame == 1 or frame % 2 for frame in group[1:]) for group in groups)
 
 
 @torch.no_grad()
