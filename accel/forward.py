@@ -111,7 +111,6 @@ def chunk_forward(
     if call.key_times is not None:
         key_rope = _rope(call.memo, call.key_times[: call.placement.filled], rows, columns, head_dim, x.device)
     e, e0 = _time(dit, call, x)
-    text = _TextKeys(dit, context, branches, prompts, call)
 
     options = transformer_options
     options["grid_sizes"] = grid
@@ -124,6 +123,8 @@ def chunk_forward(
         "chunk_frames": call.chunk_frames,
         "sink_frames": call.sink_frames,
     }
+    text = _TextKeys(dit, context, branches, prompts, call)
+    shared = _Shared(call, branches, frames, e0, text, query_rope, key_rope, attention, tag)
     patches = options.get("patches", {})
     replaced = options.get("patches_replace", {}).get("dit", {})
     shown = dit.text_embedding(_text_rows(context)) if replaced else None  # the blocks themselves keep to the text cache
@@ -132,7 +133,7 @@ def chunk_forward(
         options["block_index"] = layer
 
         def run(x: Tensor, options: dict = options, layer: int = layer, block: nn.Module = block) -> Tensor:
-            return _block(block, layer, x, e0, frames, text, call, branches, query_rope, key_rope, attention, options, tag, stop=call.commit and layer == last)
+            return _block(block, layer, x, shared, options, stop=call.commit and layer == last)
 
         if ("double_block", layer) in replaced and not (call.commit and layer == last):
             arguments = {"img": x, "txt": shown, "vec": e0, "pe": query_rope, "transformer_options": options}
@@ -208,35 +209,35 @@ class _TextKeys:
         return layers
 
 
-def _block(
-    block: nn.Module,
-    layer: int,
-    x: Tensor,
-    e0: Tensor,
-    frames: int,
-    text: _TextKeys,
-    call: ChunkCall,
-    branches: tuple[int, ...],
-    query_rope: tuple[Tensor, Tensor],
-    key_rope: tuple[Tensor, Tensor] | None,
-    attention: Attention,
-    options: dict,
-    tag: dict,
-    stop: bool,
-) -> Tensor | None:
-    modulation = block.modulation.to(device=x.device, dtype=x.dtype).unsqueeze(0) + e0
+@dataclass(frozen=True)
+class _Shared:
+    """What every layer of one forward works with."""
+
+    call: ChunkCall
+    branches: tuple[int, ...]
+    frames: int
+    e0: Tensor
+    text: _TextKeys
+    query_rope: tuple[Tensor, Tensor]
+    key_rope: tuple[Tensor, Tensor] | None
+    attention: Attention
+    tag: dict
+
+
+def _block(block: nn.Module, layer: int, x: Tensor, shared: _Shared, options: dict, stop: bool) -> Tensor | None:
+    """One layer; None when ``stop`` ends the forward at its keys and values."""
+    frames = shared.frames
+    modulation = block.modulation.to(device=x.device, dtype=x.dtype).unsqueeze(0) + shared.e0
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = modulation.unsqueeze(3).unbind(2)  # each (1, f or 1, 1, D)
 
-    options["longlive"] = {"kind": "self", "layer": layer, **tag}
-    attended = _self_attention(
-        block.self_attn, layer, _modulated_norm(block.norm1, x, shift, scale, frames), call, branches, query_rope, key_rope, attention, options, stop
-    )
+    options["longlive"] = {"kind": "self", "layer": layer, **shared.tag}
+    attended = _self_attention(block.self_attn, layer, _modulated_norm(block.norm1, x, shift, scale, frames), shared, options, stop)
     if attended is None:
         return None
     x = _gated(x, attended, gate, frames)
 
-    options["longlive"] = {"kind": "cross", "layer": layer, **tag}
-    x = x + _cross_attention(block.cross_attn, layer, block.norm3(x), text, branches, attention, options)
+    options["longlive"] = {"kind": "cross", "layer": layer, **shared.tag}
+    x = x + _cross_attention(block.cross_attn, layer, block.norm3(x), shared, options)
     for patch in options.get("patches", {}).get("attn2_patch", ()):
         x = patch({"x": x, "transformer_options": options})
     return _gated(x, block.ffn(_modulated_norm(block.norm2, x, ffn_shift, ffn_scale, frames)), ffn_gate, frames)
@@ -254,18 +255,8 @@ def _gated(x: Tensor, update: Tensor, gate: Tensor, frames: int) -> Tensor:
     return torch.addcmul(x.unflatten(1, (frames, -1)), update.unflatten(1, (frames, -1)), gate).flatten(1, 2)
 
 
-def _self_attention(
-    attn: nn.Module,
-    layer: int,
-    x: Tensor,
-    call: ChunkCall,
-    branches: tuple[int, ...],
-    query_rope: tuple[Tensor, Tensor],
-    key_rope: tuple[Tensor, Tensor] | None,
-    attention: Attention,
-    options: dict,
-    stop: bool,
-) -> Tensor | None:
+def _self_attention(attn: nn.Module, layer: int, x: Tensor, shared: _Shared, options: dict, stop: bool) -> Tensor | None:
+    call, branches, query_rope, key_rope = shared.call, shared.branches, shared.query_rope, shared.key_rope
     heads = attn.num_heads
     keys = attn.norm_k(attn.k(x))
     if key_rope is None:
@@ -285,7 +276,7 @@ def _self_attention(
         if key_rope is not None:
             k = rotate(k.unflatten(2, (heads, -1)), *key_rope).flatten(2)
         # Only a cache in another number format than the model's makes a copy here.
-        out.append(attention(q, k.to(q.dtype), v.to(q.dtype), heads=heads, transformer_options=options))
+        out.append(shared.attention(q, k.to(q.dtype), v.to(q.dtype), heads=heads, transformer_options=options))
         if patches:
             attended.append(k.to(q.dtype))
     x = out[0] if parts == 1 else torch.cat(out)
@@ -313,10 +304,10 @@ def _window(cache: KVCache, layer: int, keys: Tensor, values: Tensor, call: Chun
     return past_keys.index_copy(1, index, keys[:, source].to(past_keys.dtype)), past_values.index_copy(1, index, values[:, source].to(past_values.dtype))
 
 
-def _cross_attention(attn: nn.Module, layer: int, x: Tensor, text: _TextKeys, branches: tuple[int, ...], attention: Attention, options: dict) -> Tensor:
+def _cross_attention(attn: nn.Module, layer: int, x: Tensor, shared: _Shared, options: dict) -> Tensor:
     queries = attn.norm_q(attn.q(x))
     out = []
-    for q, part in zip(queries.chunk(len(branches)), text.parts, strict=True):
+    for q, part in zip(queries.chunk(len(shared.branches)), shared.text.parts, strict=True):
         k, v = part[layer]
-        out.append(attention(q, k, v, heads=attn.num_heads, transformer_options=options))
+        out.append(shared.attention(q, k, v, heads=attn.num_heads, transformer_options=options))
     return attn.o(out[0] if len(out) == 1 else torch.cat(out))

@@ -328,8 +328,8 @@ class LongLiveStreamDecode(io.ComfyNode):
             node_id="LongLiveStreamDecode",
             display_name="VAE Stream Decode",
             category="LongLive",
-            description="Decodes video latents one after the other straight into an mp4 in the output folder. Memory does not grow with the length, and the "
-            "frames are the same as from one decode of everything. No audio.",
+            description="Decodes video latents one after the other straight into an mp4 in the output folder. Memory does not grow with the length, and "
+            "the frames are those of one decode of everything (see speed for what that means on a GPU). No audio.",
             search_aliases=["vae decode", "streaming decode", "long video decode", "save video"],
             inputs=[
                 io.Latent.Input("samples", tooltip="Latents of a video; those past the asked length are left out. One file per video of a batch."),
