@@ -113,7 +113,7 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
         chunk_frames=length,
         window_frames=window,
         sink_frames=_setting(settings, "sink_frames", base.sink_frames),
-        steps=_setting(settings, "steps", base.steps),
+        steps=_setting(settings, "steps", len(tensors["denoising_timesteps"]) if "denoising_timesteps" in tensors else base.steps),
         shift=_setting(settings, "shift", base.shift),
         shot_pin=_setting(settings, "multi_shot_sink", False),
         shot_rope_offset=_setting(settings, "multi_shot_rope_offset", 0.0),
@@ -160,6 +160,7 @@ def sample_case(model: object, tensors: dict, settings: dict) -> object:
 def _padded(rows: object) -> object:
     import torch
 
+    rows = rows if rows.ndim == 3 else rows.unsqueeze(0)
     return torch.nn.functional.pad(rows.float(), (0, 0, 0, 512 - rows.shape[1]))
 
 
