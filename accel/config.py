@@ -43,7 +43,7 @@ class Recipe:
         if not 0 <= self.sink_frames < self.window_frames:
             raise ValueError(
                 f"the sink ({self.sink_frames} latent frames) must be smaller than the window ({self.window_frames}); "
-                f"a sink of {self.chunk_frames} is the usual choice"
+                f"a window of {4 * self.chunk_frames} with a sink of {self.chunk_frames} is the usual choice"
             )
         if self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}; released models use 4 or 2")
