@@ -28,3 +28,5 @@ LONGLIVE_1 = Recipe(
     recache_on_switch=True,
     fps=16,
 )
+# By the name that people see.
+RELEASES = {"LongLive 2.0": LONGLIVE_2, "LongLive 1.0": LONGLIVE_1}

@@ -6,6 +6,7 @@ Torch only. The network is reached through ``Network``; where noise, prompts and
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -84,15 +85,17 @@ class Video:
     def num_frames(self) -> int:
         return len(self.offsets)
 
+    @property
+    def starts(self) -> list[int]:
+        """The first latent frame of each finished chunk, and of the one to come."""
+        return list(accumulate((chunk.shape[2] for chunk in self.latents), initial=0))
+
     def frames(self, numbers: Sequence[int]) -> Tensor:
         """The latent frames with the given numbers, (B, C, len(numbers), H, W)."""
-        starts, total = [], 0
-        for chunk in self.latents:
-            starts.append(total)
-            total += chunk.shape[2]
+        starts = self.starts
         picked = []
         for number in numbers:
-            index = max(i for i, start in enumerate(starts) if start <= number)
+            index = bisect_right(starts, number) - 1
             picked.append(self.latents[index][:, :, number - starts[index]])
         return torch.stack(picked, dim=2)
 
@@ -168,7 +171,7 @@ class ChunkLoop:
     def rebuild(self, prompt: object, keep: int = 0) -> None:
         """Commit the window's frames again in window order, chunk by chunk, after its first ``keep`` frames."""
         window = self.video.window
-        starts = set(accumulate((chunk.shape[2] for chunk in self.video.latents), initial=0))
+        starts = set(self.video.starts)
         groups: list[list[int]] = []
         for frame in window.frames()[keep:]:
             if frame == EMPTY:

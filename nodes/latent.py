@@ -11,11 +11,10 @@ from comfy_api.latest import io, ui
 from ..accel import geometry
 from ..accel.config import Recipe
 from ..accel.geometry import WAN21_GRID, WAN22_GRID, PixelGrid
-from ..accel.presets import LONGLIVE_1, LONGLIVE_2
+from ..accel.presets import LONGLIVE_1, LONGLIVE_2, RELEASES
 from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 
-RELEASES = {"LongLive 2.0": LONGLIVE_2, "LongLive 1.0": LONGLIVE_1}
 # Layers and hidden size of the released models, for the estimate when no MODEL is connected (longlive configs of Wan2.2-TI2V-5B and Wan2.1-T2V-1.3B).
 _LAYERS_DIM = {LONGLIVE_2.name: (30, 3072), LONGLIVE_1.name: (30, 1536)}
 _GRIDS = {LONGLIVE_2.name: WAN22_GRID, LONGLIVE_1.name: WAN21_GRID}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from comfy_api.latest import io, ui
 
-from ..accel.presets import LONGLIVE_1, LONGLIVE_2
+from ..accel.forward import TEXT_ROWS
+from ..accel.presets import LONGLIVE_1, RELEASES
 from ..accel.timeline import Timeline, parse, snapped_text
 from .choices import refuse_unknown, unknown_choice
 from .node_text import show_text
 
 # The DiT reads this many rows of text (LongLive wan_5b/modules/model.py, text_len).
-TEXT_TOKENS = 512
-RELEASES = {"LongLive 2.0": LONGLIVE_2, "LongLive 1.0": LONGLIVE_1}
 ORIGINS = {"the new part": "part", "the whole video": "video"}
 # Core's samplers mix all entries of a CONDITIONING. This range is empty, as core's ConditioningSetTimestepRange 1.0-1.0 would write it, so that a KSampler
 # uses the first prompt alone. The Chunked Sampler takes the mark off the entries it uses, see prompt_entries.
@@ -39,8 +38,8 @@ def encode_timeline(clip, timeline: Timeline, *, prompt_weights: bool = False) -
     for number, text in enumerate(timeline.texts):
         tokens = clip.tokenize(text) if prompt_weights else clip.tokenize(text, disable_weights=True)
         length = _token_count(tokens)
-        if length > TEXT_TOKENS:
-            notes.append(f"{text[:40]!r}... has {length} tokens; LongLive reads the first {TEXT_TOKENS}")
+        if length > TEXT_ROWS:
+            notes.append(f"{text[:40]!r}... has {length} tokens; LongLive reads the first {TEXT_ROWS}")
         encoded = clip.encode_from_tokens_scheduled(tokens)
         if len(encoded) != 1:
             raise ValueError(
